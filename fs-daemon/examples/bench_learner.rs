@@ -278,7 +278,7 @@ impl Job {
         // SAFETY: nobody writes to the region.
         let payload = unsafe { learner.staging.memory().bytes(extent.start as usize..extent.end as usize) };
         self.client.write(payload, slot, None)?;
-        self.client.lies_in(slot, &learner.staging);
+        self.client.staged_in(slot, &learner.staging);
         Ok(())
     }
 

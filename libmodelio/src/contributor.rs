@@ -438,7 +438,7 @@ impl Contributor {
         let whole = unsafe { staging.memory().bytes(block.start as usize..block.end as usize) };
         let placed = self.offer(piece.block, whole, step, None);
         if matches!(placed, Ok(Placement::Deferred)) {
-            self.job.lies_in(self.slot(step, piece.block), staging);
+            self.job.staged_in(self.slot(step, piece.block), staging);
         }
         self.placed(piece, placed)
     }

@@ -13,7 +13,7 @@ use libmodelio::vocabulary::block_map::{BlockMap, MapError};
 use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{Kept, Message, ModelRecord, Moved, RecordError, ShardRecord};
+use libmodelio::wire::{DataKind, Message, ModelRecord, Moved, RecordError, ShardRecord};
 
 use libmodelio::vocabulary::controls::Controls;
 use serde_json::{Map, Value};
@@ -298,9 +298,9 @@ impl Load<'_> {
             let begin = Message::BeginAt { generation };
             peer.request(&begin, record, Instant::now() + PATIENT).map_err(&failed)?;
         }
-        let kinds: Vec<Kept> = match self.optimizer {
+        let kinds: Vec<DataKind> = match self.optimizer {
             Some(optimizer) => snapshot::all_kinds(optimizer).collect(),
-            None => vec![Kept::Weights],
+            None => vec![DataKind::Weights],
         };
         let pieces =
             self.map.blocks_of(shard.shard).flat_map(|block| kinds.iter().map(move |&what| (block, what)));

@@ -14,7 +14,7 @@ use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::norm::{Norm, TensorSquares};
 use libmodelio::vocabulary::reducer::{Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
-use libmodelio::wire::{Kept, Work};
+use libmodelio::wire::{DataKind, Work};
 use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
 use ps_backend::reducers::{apply, factor, measure_tensor};
 use serde::Deserialize;
@@ -234,7 +234,7 @@ impl Groups {
         assert!(store.load(BlockId(0), &encode(wire, (0..elements).map(weight))).unwrap());
         if has_8_bits(wire) {
             let masters = encode(Wire::F32, (0..elements).map(weight));
-            assert!(store.load_piece(BlockId(0), Kept::Masters, &masters).unwrap());
+            assert!(store.load_piece(BlockId(0), DataKind::Masters, &masters).unwrap());
         }
         store.finish_loading().unwrap();
         let mut written = fixedbitset::FixedBitSet::with_capacity(TENSORS.len());
@@ -267,7 +267,7 @@ impl Groups {
             assert!(store.conclude(&job).unwrap().is_none());
         }
         let kept = store.keep().unwrap();
-        let what = if wire.is_narrow() { Kept::Masters } else { Kept::Weights };
+        let what = if wire.is_narrow() { DataKind::Masters } else { DataKind::Weights };
         let mut all = decode(wire, &kept.bytes(BlockId(0), what).unwrap()).into_iter();
         TENSORS
             .iter()

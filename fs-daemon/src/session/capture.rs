@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 use ps_backend::snapshot::{self, Copied, Head, SnapshotError, StreamHead};
 
 use super::error::{CallError, CallResult};
@@ -17,7 +17,7 @@ const CLOSING: Duration = Duration::from_secs(1);
 /// A snapshot that was taken, or the party that can take it.
 pub struct Capture {
     head: Vec<u8>,
-    kept: Option<(Copied, Vec<Kept>)>,
+    kept: Option<(Copied, Vec<DataKind>)>,
     _only: Option<Arc<()>>,
 }
 

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::client::core::{Gone, Now};
 use crate::client::peers::fallback::FastPath;
 use crate::client::peers::inquiry::{Inquiry, Unconfirmed};
-use crate::client::peers::late::Late;
+use crate::client::peers::late::WaitedFor;
 use crate::client::peers::peer::Peer;
 use crate::client::peers::routes::{Route, Routes, overtaken};
 use crate::transport::frames::{Link, Outgoing};
@@ -31,7 +31,7 @@ pub(super) struct Peers {
     pub(super) partitions: Vec<Peer>,
     pub(super) inquiry: Inquiry,
     pub(super) unconfirmed: Option<Unconfirmed>,
-    pub(super) late: Late,
+    pub(super) late: WaitedFor,
 }
 
 impl Peers {
@@ -41,7 +41,7 @@ impl Peers {
             partitions: routes.partitions.iter().map(|_| Peer::new(false)).collect(),
             inquiry: Inquiry::default(),
             unconfirmed: None,
-            late: Late::default(),
+            late: WaitedFor::default(),
             routes: Arc::new(routes),
         }
     }

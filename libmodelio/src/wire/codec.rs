@@ -4,8 +4,8 @@ use std::ops::RangeInclusive;
 
 use super::header::{HEADER, Header, Payload};
 use super::{
-    Kept, Limits, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Refusal, RegistryAnswer, RegistryRequest,
-    WireError,
+    DataKind, Limits, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Refusal, RegistryAnswer,
+    RegistryRequest, WireError,
 };
 use crate::vocabulary::block_ranges::{self, BlockRanges, RangesError};
 use crate::vocabulary::coding::Form;
@@ -34,7 +34,7 @@ impl Message {
             Message::Push { form: Form::Plain, .. } | Message::Block { .. } | Message::BlockAhead { .. } => {
                 1..=MAX_BLOCK_SIZE
             }
-            Message::Load { what: Kept::Weights, .. } => 1..=MAX_BLOCK_SIZE,
+            Message::Load { what: DataKind::Weights, .. } => 1..=MAX_BLOCK_SIZE,
             Message::Create
             | Message::Registry(RegistryRequest::Put { .. } | RegistryRequest::Restore { .. })
             | Message::Registered(RegistryAnswer::Model)

@@ -318,7 +318,7 @@ pub enum Message {
         /// The block.
         block: BlockId,
         /// The kind of data.
-        what: super::Kept,
+        what: super::DataKind,
     },
     /// All blocks were sent. Answered by `Done` if they are there.
     Loaded {
@@ -440,7 +440,7 @@ pub enum Message {
         /// The block.
         block: BlockId,
         /// The kind of data.
-        what: super::Kept,
+        what: super::DataKind,
     },
     /// The answer, with the data as the payload; none if the shard has none of that kind.
     Fetched,
@@ -595,7 +595,7 @@ pub enum Message {
         /// The block.
         block: BlockId,
         /// The kind of data.
-        what: super::Kept,
+        what: super::DataKind,
     },
     /// Nobody needs the copy any more. Answered by `Done`.
     Release {

@@ -27,7 +27,7 @@ pub use codec::{append_frame, frame};
 pub use error::WireError;
 pub use header::{HEADER, Header, Payload};
 pub use message::{Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, Work};
-pub use moved::{Kept, Moved};
+pub use moved::{DataKind, Moved};
 pub use receiver::{Received, Receiver};
 pub use record::{MAX_MODEL_NAME, RecordError, check_model_name};
 pub use registry::{

@@ -11,7 +11,7 @@ use crate::vocabulary::ids::ShardId;
 
 /// The data that a shard keeps of a block, besides sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Kept {
+pub enum DataKind {
     /// Its bytes.
     Weights,
     /// fp32 masters, of all reducible elements, if some are of a narrower type.

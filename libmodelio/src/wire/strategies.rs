@@ -346,8 +346,8 @@ fn plan() -> impl Strategy<Value = Plan> {
         .prop_map(|(plan, base, work, sources, ordered)| Plan { plan, base, work, sources, ordered })
 }
 
-fn kept() -> impl Strategy<Value = Kept> {
-    prop_oneof![Just(Kept::Weights), Just(Kept::Masters), any::<u8>().prop_map(Kept::Slot)]
+fn kept() -> impl Strategy<Value = DataKind> {
+    prop_oneof![Just(DataKind::Weights), Just(DataKind::Masters), any::<u8>().prop_map(DataKind::Slot)]
 }
 
 fn granted() -> impl Strategy<Value = Granted> {

@@ -328,7 +328,7 @@ fn payloads_end_when_they_are_due() {
     let mut receiver = Receiver::new(Limits::MAX);
     assert_eq!(receiver.payload_done(0), Err(WireError::Order("the end of a payload")));
     let mut receiver = Receiver::new(Limits::MAX);
-    let load = Message::Load { generation: Generation(1), block: BlockId(0), what: Kept::Weights };
+    let load = Message::Load { generation: Generation(1), block: BlockId(0), what: DataKind::Weights };
     receiver.push(&frame(&load, 0, Epoch(0), &[1; 10]).unwrap()).unwrap();
     assert_eq!((receiver.wanted(), receiver.payload_due()), (0, Some(10)));
     assert_eq!(receiver.push(&[1]), Err(WireError::Order("bytes of a payload")));

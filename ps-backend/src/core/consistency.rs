@@ -110,7 +110,7 @@ impl JobCore {
         if !self.gathers() {
             return self.only_writer();
         }
-        if !self.committed.iter().all(|c| matches!(c.place, Place::Kept | Place::Accumulated)) {
+        if !self.committed.iter().all(|c| matches!(c.place, Place::Staged | Place::Accumulated)) {
             return None;
         }
         let all = self.consistency == Consistency::Sync;

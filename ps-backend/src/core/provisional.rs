@@ -144,7 +144,7 @@ impl JobCore {
         let Some(open) = self.may_begin_provisional() else { return };
         self.fix_params();
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate) {
-            committed.place = Place::Kept;
+            committed.place = Place::Staged;
         }
         actions.push(Action::Begin(Arc::new(self.reduce_plan(Some(&open)))));
         let staged = self.provisional.are_all_staged || open.len() > 1;
@@ -163,7 +163,7 @@ impl JobCore {
             self.provisional.accumulate_patience
         };
         let patience = now.saturating_sub(plan.since).max(least);
-        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
+        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Staged) {
             committed.accumulate_at = (now + patience).min(committed.patient_until);
         }
     }
@@ -319,14 +319,14 @@ impl JobCore {
     /// Whether others than its learner can have a plan for these dropped, or have to send again then.
     fn is_of_others(&self, open: &BTreeSet<LearnerId>) -> bool {
         let is_other = |c: &Committed| {
-            c.place == Place::Kept && !c.contribution.steady && !open.contains(&c.contribution.learner)
+            c.place == Place::Staged && !c.contribution.steady && !open.contains(&c.contribution.learner)
         };
         open.len() > 1 || self.committed.iter().any(is_other) || !self.gathers() && self.members.len() > 1
     }
 
     /// A committed contribution whose memory is read for the provisional plan: it can be taken out with that.
     pub(super) fn is_read_provisionally(&self, committed: &Committed) -> bool {
-        self.provisional.is_under_way() && committed.place == Place::Kept && !committed.contribution.steady
+        self.provisional.is_under_way() && committed.place == Place::Staged && !committed.contribution.steady
     }
 
     /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does

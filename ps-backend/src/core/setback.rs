@@ -118,7 +118,7 @@ impl JobCore {
         let (place, is_read) = (committed.place, committed.is_read());
         match place {
             Place::Accumulating => self.stop_accumulation(),
-            Place::Kept => self.stop_plan(),
+            Place::Staged => self.stop_plan(),
             Place::ToAccumulate | Place::Accumulated => {}
         }
         self.fail(vec![(learner, why)], actions);
@@ -152,7 +152,7 @@ impl JobCore {
     /// Contributions that a plan was to read wait again.
     pub(super) fn put_back(&mut self) {
         for committed in
-            self.committed.iter_mut().filter(|c| !c.contribution.steady && c.place == Place::Kept)
+            self.committed.iter_mut().filter(|c| !c.contribution.steady && c.place == Place::Staged)
         {
             committed.place = Place::ToAccumulate;
         }
@@ -162,7 +162,7 @@ impl JobCore {
     fn stop_accumulation(&mut self) {
         self.measured.stops();
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
-            committed.place = if committed.contribution.steady { Place::Kept } else { Place::ToAccumulate };
+            committed.place = if committed.contribution.steady { Place::Staged } else { Place::ToAccumulate };
         }
     }
 

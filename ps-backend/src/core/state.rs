@@ -90,7 +90,7 @@ impl Member {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Place {
     /// The payload stays where it is until the version is made.
-    Kept,
+    Staged,
     /// The payload waits to be accumulated.
     ToAccumulate,
     /// The payload is being accumulated. The commit's ticket may wait for that.
@@ -117,7 +117,7 @@ pub(super) struct Committed {
 impl Committed {
     /// Whether its payload is being read from memory that is not the shard's own.
     pub(super) fn is_read(&self) -> bool {
-        self.place == Place::Accumulating || self.place == Place::Kept && !self.contribution.steady
+        self.place == Place::Accumulating || self.place == Place::Staged && !self.contribution.steady
     }
 
     /// Whether its payload is being read from lent memory.

@@ -163,7 +163,7 @@ impl JobCore {
         let is_kept = contribution.steady || self.provisional.is_staged();
         let left = ticket.1.saturating_sub(now);
         self.committed.push(Committed {
-            place: if is_kept { Place::Kept } else { Place::ToAccumulate },
+            place: if is_kept { Place::Staged } else { Place::ToAccumulate },
             contribution: Arc::new(contribution),
             ticket: Some(ticket),
             accumulate_at: now + self.provisional.accumulate_patience().min(left / 4),
@@ -180,7 +180,7 @@ impl JobCore {
         }
         if !self.is_complete() || self.is_busy() || !self.making.has_buffer() || self.is_held() {
             for committed in
-                self.committed.iter_mut().filter(|c| c.contribution.steady && c.place == Place::Kept)
+                self.committed.iter_mut().filter(|c| c.contribution.steady && c.place == Place::Staged)
             {
                 if let Some((ticket, _)) = committed.ticket.take() {
                     actions.push(Action::Reply(ticket, Ok(())));
@@ -194,7 +194,7 @@ impl JobCore {
         // Contributions that would have been accumulated are read in place, because the version is made now.
         for committed in &mut self.committed {
             if committed.place == Place::ToAccumulate {
-                committed.place = Place::Kept;
+                committed.place = Place::Staged;
             }
         }
         self.run(self.reduce_plan(None), actions);
@@ -203,7 +203,7 @@ impl JobCore {
     /// The plan for the coming version. It has the committed contributions. If it is provisional, it also has those of
     /// these learners, which may hold any tensor.
     pub(super) fn reduce_plan(&self, provisional: Option<&BTreeSet<LearnerId>>) -> Plan {
-        let kept = self.committed.iter().filter(|committed| committed.place == Place::Kept);
+        let kept = self.committed.iter().filter(|committed| committed.place == Place::Staged);
         let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
         inputs.sort_by_key(|contribution| contribution.learner);
         let (reducer, mut hyper, OfTensors { frozen, groups }) = self.params();

@@ -59,7 +59,7 @@ use builder::{How, VersionBuilder};
 pub use error::PartitionError;
 use job::Alive;
 pub use job::{BlockInput, PartitionJob, Target};
-pub use kept::KeptState;
+pub use kept::PinnedState;
 pub use making::Making;
 use measuring::Measuring;
 pub use merge::Merge;

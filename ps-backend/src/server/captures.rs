@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{Generation, Version};
 use libmodelio::vocabulary::layout::PartitionLayout;
-use libmodelio::wire::{Kept, Refusal};
+use libmodelio::wire::{DataKind, Refusal};
 use parking_lot::Mutex;
 
 use crate::partition::executor::Executor;
-use crate::partition::store::{KeptState, PartitionStore};
+use crate::partition::store::{PartitionStore, PinnedState};
 use crate::snapshot::{Copied, Piece};
 
 /// All pins of a model end this long after the first, so a job stands still no longer for a failed snapshot.
@@ -91,13 +91,13 @@ enum Stage {
     /// Somebody works on it.
     Busy,
     Reserved(Box<Copied>),
-    Pinned(Box<Copied>, KeptState),
+    Pinned(Box<Copied>, PinnedState),
     Copied(Arc<Copied>),
 }
 
 /// The kinds of data that a snapshot needs of a partition.
-fn kinds(slots: u8) -> impl Iterator<Item = Kept> {
-    [Kept::Weights].into_iter().chain((0..slots.min(2)).map(Kept::Slot)).chain([Kept::Masters])
+fn kinds(slots: u8) -> impl Iterator<Item = DataKind> {
+    [DataKind::Weights].into_iter().chain((0..slots.min(2)).map(DataKind::Slot)).chain([DataKind::Masters])
 }
 
 fn unknown() -> Refusal {
@@ -300,17 +300,17 @@ mod tests {
         captures.pin(NAME, &store).unwrap_err();
         assert!(begins(&store));
         for block in [1, 2] {
-            let weights = captures.fetch(NAME, (BlockId(block), Kept::Weights)).unwrap();
+            let weights = captures.fetch(NAME, (BlockId(block), DataKind::Weights)).unwrap();
             assert_eq!(weights, [block as u8; 1 << 16]);
-            assert_eq!(captures.fetch(NAME, (BlockId(block), Kept::Slot(0))).unwrap(), [0; 1 << 16]);
-            assert!(captures.fetch(NAME, (BlockId(block), Kept::Masters)).unwrap().is_empty());
+            assert_eq!(captures.fetch(NAME, (BlockId(block), DataKind::Slot(0))).unwrap(), [0; 1 << 16]);
+            assert!(captures.fetch(NAME, (BlockId(block), DataKind::Masters)).unwrap().is_empty());
         }
         assert_eq!(
-            captures.fetch(NAME, (BlockId(0), Kept::Weights)),
+            captures.fetch(NAME, (BlockId(0), DataKind::Weights)),
             Err(Refusal::NotMine { block: BlockId(0) })
         );
         captures.release(NAME);
-        captures.fetch(NAME, (BlockId(1), Kept::Weights)).unwrap_err();
+        captures.fetch(NAME, (BlockId(1), DataKind::Weights)).unwrap_err();
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId, Version};
-use libmodelio::wire::{Kept, Message, Refusal};
+use libmodelio::wire::{DataKind, Message, Refusal};
 use serde_json::json;
 
 use super::captures::{Name, PINNED};
@@ -221,7 +221,7 @@ fn slots(record: &JobRecord) -> u8 {
 
 /// The number of kinds of optimizer state in the record.
 fn slots_of(record: &JobRecord) -> u8 {
-    snapshot::kinds(record).filter(|what| matches!(what, Kept::Slot(_))).count() as u8
+    snapshot::kinds(record).filter(|what| matches!(what, DataKind::Slot(_))).count() as u8
 }
 
 fn pinned(answer: &Message) -> Result<Version, Refusal> {

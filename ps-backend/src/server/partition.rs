@@ -51,7 +51,7 @@ pub(super) use blocks::Followed;
 use blocks::Follower;
 use here::Here;
 use parking::Connected;
-use reservation::{AllKept, Coming};
+use reservation::{Coming, KeptPayloads};
 pub(super) use reservation::{Lent, Push, Reservation, Reserved, Room, Sender};
 #[cfg(feature = "rdma")]
 pub(super) use shown::Shown;
@@ -89,7 +89,7 @@ struct PartitionState {
     /// Payloads that are being received into their place.
     coming: Vec<Coming>,
     /// Payloads that stay where they lie until the others of their blocks have come.
-    kept: AllKept,
+    kept: KeptPayloads,
     /// Blocks that came with commits, for a plan that does not have its memory yet.
     granted: Vec<Granted>,
     /// The clients that get blocks as they are computed.
@@ -257,7 +257,7 @@ impl Partition {
             waiting: Vec::new(),
             following: Vec::new(),
             coming: Vec::new(),
-            kept: AllKept::new(),
+            kept: KeptPayloads::new(),
             granted: Vec::new(),
             followers: BTreeMap::new(),
             coordinator: None,

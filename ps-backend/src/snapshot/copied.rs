@@ -5,13 +5,13 @@ use std::sync::Arc;
 use libmodelio::bytes::available::unpromised;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 use parking_lot::Mutex;
 
 use super::{SnapshotError, pieces};
 use crate::memory;
 use crate::partition::executor::Executor;
-use crate::partition::store::KeptState;
+use crate::partition::store::PinnedState;
 use crate::partition::store::kept_range;
 
 /// A copy, by blocks of the partition.
@@ -22,13 +22,13 @@ pub struct Copied {
 
 /// The data of one kind: blocks lie one behind the other.
 struct CopyKind {
-    what: Kept,
+    what: DataKind,
     starts: Vec<usize>,
     bytes: Vec<u8>,
 }
 
 impl CopyKind {
-    fn new(layout: &ModelLayout, what: Kept) -> CopyKind {
+    fn new(layout: &ModelLayout, what: DataKind) -> CopyKind {
         let mut starts = vec![0];
         for block in (0..layout.blocks()).map(BlockId) {
             let range = kept_range(layout, block, what);
@@ -39,7 +39,7 @@ impl CopyKind {
         CopyKind { what, starts, bytes }
     }
 
-    fn fill(&mut self, kept: &KeptState, executor: &dyn Executor) -> Result<(), SnapshotError> {
+    fn fill(&mut self, kept: &PinnedState, executor: &dyn Executor) -> Result<(), SnapshotError> {
         let mut left = self.bytes.as_mut_slice();
         let mut blocks = Vec::with_capacity(self.starts.len() - 1);
         for (block, ends) in (0..).map(BlockId).zip(self.starts.windows(2)) {
@@ -81,9 +81,9 @@ impl Copied {
     /// [`SnapshotError::Room`] if it is not there.
     pub fn reserve(
         layout: &Arc<ModelLayout>,
-        kinds: impl Iterator<Item = Kept>,
+        kinds: impl Iterator<Item = DataKind>,
     ) -> Result<Copied, SnapshotError> {
-        let kinds: Vec<Kept> = kinds.collect();
+        let kinds: Vec<DataKind> = kinds.collect();
         let len = |(block, what)| {
             let range = kept_range(layout, block, what);
             range.end - range.start
@@ -101,11 +101,11 @@ impl Copied {
     /// [`SnapshotError::Partition`].
     pub fn fill(
         &mut self,
-        kept: &KeptState,
-        kinds: impl Iterator<Item = Kept>,
+        kept: &PinnedState,
+        kinds: impl Iterator<Item = DataKind>,
         executor: &dyn Executor,
     ) -> Result<(), SnapshotError> {
-        let kinds: Vec<Kept> = kinds.collect();
+        let kinds: Vec<DataKind> = kinds.collect();
         self.kinds.retain(|kind| kinds.contains(&kind.what));
         for what in kinds {
             if !self.kinds.iter().any(|kind| kind.what == what) {
@@ -116,14 +116,14 @@ impl Copied {
     }
 
     /// The data of a block; empty if it has none of that kind.
-    pub fn bytes(&self, block: BlockId, what: Kept) -> &[u8] {
+    pub fn bytes(&self, block: BlockId, what: DataKind) -> &[u8] {
         let kind = self.kinds.iter().find(|kind| kind.what == what);
         let ends = kind.and_then(|kind| Some((kind, kind.starts.get(block.index()..block.index() + 2)?)));
         ends.map_or(&[], |(kind, ends)| &kind.bytes[ends[0]..ends[1]])
     }
 
     /// All that is kept of a kind, block by block.
-    pub fn all(&self, what: Kept) -> &[u8] {
+    pub fn all(&self, what: DataKind) -> &[u8] {
         self.kinds.iter().find(|kind| kind.what == what).map_or(&[], |kind| &kind.bytes)
     }
 

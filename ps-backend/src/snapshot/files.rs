@@ -8,7 +8,7 @@ use std::ops::Range;
 use libmodelio::vocabulary::dtype::DType;
 use libmodelio::vocabulary::layout::header::header_bytes;
 use libmodelio::vocabulary::layout::{ModelLayout, Tensor};
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 
 use super::{Head, kinds};
 
@@ -42,11 +42,11 @@ pub(super) struct Extent {
 
 /// The places of the data of each kind.
 #[derive(Debug, Default)]
-pub(super) struct Extents(BTreeMap<Kept, Vec<Extent>>);
+pub(super) struct Extents(BTreeMap<DataKind, Vec<Extent>>);
 
 impl Extents {
     /// Adds the next place of data of a kind. Calls for a kind must rise.
-    pub(super) fn push(&mut self, what: Kept, next: Extent) {
+    pub(super) fn push(&mut self, what: DataKind, next: Extent) {
         let of_kind = self.0.entry(what).or_default();
         match of_kind.last_mut() {
             Some(last)
@@ -63,7 +63,7 @@ impl Extents {
     /// The places of these bytes of a kind, if they have any, each with its range among them.
     pub(super) fn of(
         &self,
-        what: Kept,
+        what: DataKind,
         bytes: Range<u64>,
     ) -> impl Iterator<Item = (Range<usize>, &Extent, u64)> {
         let all = self.0.get(&what).map_or(&[][..], Vec::as_slice);
@@ -85,7 +85,7 @@ pub(super) struct StateTensor {
     pub dtype: DType,
     pub shape: Vec<usize>,
     /// The kind of its data, and the range among all of that kind; `None` for a count of steps.
-    pub of: Option<(Kept, Range<u64>)>,
+    pub of: Option<(DataKind, Range<u64>)>,
 }
 
 /// The tensors of the optimizer's file, in their order, and the steps that the last of them count.
@@ -99,13 +99,13 @@ pub(super) fn state_tensors(head: &Head, layout: &ModelLayout) -> (Vec<StateTens
             let of = at..at + bytes;
             at += bytes;
             let kind = match what {
-                Kept::Masters if tensor.dtype.is_narrow() => "master",
+                DataKind::Masters if tensor.dtype.is_narrow() => "master",
                 // The reducer of a tensor may keep less than those of others.
-                Kept::Slot(slot) => match head.record.reducer_of(index) {
+                DataKind::Slot(slot) => match head.record.reducer_of(index) {
                     reducer if usize::from(slot) < reducer.state_slots() => reducer.state_name(slot.into()),
                     _ => continue,
                 },
-                Kept::Weights | Kept::Masters => continue,
+                DataKind::Weights | DataKind::Masters => continue,
             };
             let dtype = if tensor.dtype == DType::F64 { DType::F64 } else { DType::F32 };
             let (name, shape) = (format!("{kind}.{}", tensor.name), tensor.shape.clone());
@@ -182,7 +182,7 @@ impl FileLayout {
             let tensors: Vec<Tensor> = tensors.iter().map(moved).collect();
             let file = file_layout.add(name, &tensors, &head.metadata, Vec::new());
             let offset = file_layout.files[file].header.len() as u64;
-            file_layout.extents.push(Kept::Weights, Extent { of_kind: start..end, file, offset });
+            file_layout.extents.push(DataKind::Weights, Extent { of_kind: start..end, file, offset });
         }
         if of > 1 {
             let index = serde_json::json!({ "metadata": { "total_size": layout.size() }, "weight_map": map });

@@ -1,7 +1,7 @@
 //! Snapshots: weights, masters, optimizer state and the coordinator's record of one version, in a form that can be
 //! kept, sent and taken over.
 //!
-//! A [`Source`] has them piece by piece: the data of one block, of one kind ([`Kept`]). A [`Sink`] takes
+//! A [`Source`] has them piece by piece: the data of one block, of one kind ([`DataKind`]). A [`Sink`] takes
 //! them. Between them a snapshot goes anywhere: from a running job into a directory, from a directory into a
 //! new job, on any number of shards, and from the shards of one block map to those of another.
 //!
@@ -38,7 +38,7 @@ use libmodelio::formats::safetensors::ModelFileError;
 use libmodelio::vocabulary::ids::{BlockId, ShardId};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{Kept, Refusal};
+use libmodelio::wire::{DataKind, Refusal};
 
 use crate::core::JobRecord;
 use crate::memory::gib;
@@ -173,7 +173,7 @@ impl SnapshotError {
 }
 
 /// A piece of a snapshot: a block of the model, and the kind of data.
-pub type Piece = (BlockId, Kept);
+pub type Piece = (BlockId, DataKind);
 
 /// Something that has a snapshot.
 pub trait Source {
@@ -199,14 +199,14 @@ pub trait Sink {
 
 /// The kinds of data of a snapshot besides weights: the state of the optimizer if it has stepped, and
 /// masters.
-pub fn kinds(record: &JobRecord) -> impl Iterator<Item = Kept> + use<> {
+pub fn kinds(record: &JobRecord) -> impl Iterator<Item = DataKind> + use<> {
     let slots = if record.steps.highest() > 0 { slots(record.optimizer) } else { 0 };
-    [Kept::Weights].into_iter().chain((0..slots).map(Kept::Slot)).chain([Kept::Masters])
+    [DataKind::Weights].into_iter().chain((0..slots).map(DataKind::Slot)).chain([DataKind::Masters])
 }
 
 /// The kinds of data that a partition has room for if `reducer` trains it.
-pub fn all_kinds(reducer: Reducer) -> impl Iterator<Item = Kept> {
-    [Kept::Weights].into_iter().chain((0..slots(reducer)).map(Kept::Slot)).chain([Kept::Masters])
+pub fn all_kinds(reducer: Reducer) -> impl Iterator<Item = DataKind> {
+    [DataKind::Weights].into_iter().chain((0..slots(reducer)).map(DataKind::Slot)).chain([DataKind::Masters])
 }
 
 fn slots(reducer: Reducer) -> u8 {
@@ -216,7 +216,7 @@ fn slots(reducer: Reducer) -> u8 {
 /// All pieces of these kinds that there are of a model, in the order in which files have them.
 pub fn pieces<'a>(
     layout: &'a ModelLayout,
-    kinds: impl Iterator<Item = Kept> + 'a,
+    kinds: impl Iterator<Item = DataKind> + 'a,
 ) -> impl Iterator<Item = Piece> + 'a {
     let blocks = move |what| (0..layout.blocks()).map(move |block| (BlockId(block), what));
     kinds.flat_map(blocks).filter(|&(block, what)| !kept_range(layout, block, what).is_empty())

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use libmodelio::formats::safetensors::{FileTensor, read_header};
 use libmodelio::vocabulary::dtype::DType;
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 
 use super::checked::{open, verify};
 use super::directory::own_name;
@@ -140,7 +140,7 @@ impl Reader {
         for tensor in self.layout.tensors() {
             let (file, offset) = take(&self.dir, &mut weights, &tensor.name, tensor.dtype, &tensor.shape)?;
             if !tensor.bytes.is_empty() {
-                self.extents.push(Kept::Weights, Extent { of_kind: tensor.bytes.clone(), file, offset });
+                self.extents.push(DataKind::Weights, Extent { of_kind: tensor.bytes.clone(), file, offset });
             }
         }
         let (wanted, _) = state_tensors(head, &self.layout);

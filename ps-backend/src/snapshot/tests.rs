@@ -50,9 +50,9 @@ fn head(optimizer: Reducer, stepped: u64) -> Head {
 /// Bytes that tell where they are from.
 fn expected((_, what): Piece, range: &std::ops::Range<u64>) -> Vec<u8> {
     let kind = match what {
-        Kept::Weights => 1,
-        Kept::Masters => 2,
-        Kept::Slot(slot) => 3 + u64::from(slot),
+        DataKind::Weights => 1,
+        DataKind::Masters => 2,
+        DataKind::Slot(slot) => 3 + u64::from(slot),
     };
     range.clone().map(|at| (at.wrapping_mul(2_654_435_761) >> 7) as u8 ^ (kind * 17) as u8).collect()
 }
@@ -90,7 +90,7 @@ impl Sink for Compare<'_> {
     fn take(&mut self, (block, what): Piece, bytes: &[u8]) -> Result<(), SnapshotError> {
         let range = kept_range(self.0, block, what);
         let mut wanted = expected((block, what), &range);
-        if what == Kept::Masters {
+        if what == DataKind::Masters {
             let mut narrow = vec![false; wanted.len()];
             for segment in self.0.segments(block).iter().filter(|s| s.dtype.is_narrow()) {
                 let from = (segment.element * 4 - range.start) as usize;
@@ -160,11 +160,11 @@ fn a_tensor_has_the_state_of_its_own_reducer() {
     assert_eq!(there, [true, true, false, false, true, false]);
     // What a reducer does not keep is zero. The F64 tensor comes first, and has state of both kinds.
     let layout = reader.layout().clone();
-    let whole: Vec<_> = pieces(&layout, [Kept::Slot(1)].into_iter()).collect();
+    let whole: Vec<_> = pieces(&layout, [DataKind::Slot(1)].into_iter()).collect();
     let mut state = Collect(Vec::new());
     reader.send(&mut whole.into_iter(), &mut state).unwrap();
     let (of_d, rest) = state.0.split_at(3 * 1000 * 8);
-    assert_eq!(of_d, expected((BlockId(0), Kept::Slot(1)), &(0..3 * 1000 * 8)));
+    assert_eq!(of_d, expected((BlockId(0), DataKind::Slot(1)), &(0..3 * 1000 * 8)));
     assert!(rest.iter().all(|byte| *byte == 0));
 }
 
@@ -193,7 +193,7 @@ fn missing_optimizer_state_is_zero() {
     struct Empty;
     impl Sink for Empty {
         fn take(&mut self, (_, what): Piece, bytes: &[u8]) -> Result<(), SnapshotError> {
-            assert_eq!(matches!(what, Kept::Slot(_)), bytes.is_empty(), "{what:?}");
+            assert_eq!(matches!(what, DataKind::Slot(_)), bytes.is_empty(), "{what:?}");
             Ok(())
         }
     }

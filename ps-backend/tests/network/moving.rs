@@ -208,7 +208,7 @@ fn what_makes_no_sense_is_refused() {
     assert!(refused(Message::Switch, &switch).contains("has no blocks"));
     let block = world.record.block_map().unwrap().blocks_of(other).next().unwrap();
     let fetch = |epoch, version, block| {
-        let what = libmodelio::wire::Kept::Weights;
+        let what = libmodelio::wire::DataKind::Weights;
         Message::Fetch { generation, epoch: Epoch(epoch), version: Version(version), block, what }
     };
     assert!(refused(fetch(2, 0, block), &[]).contains("block map"));
@@ -286,7 +286,7 @@ fn blocks_under_a_map_in_force_outlive_a_later_move_that_comes_to_nothing() {
     // Then the shard hears of the first one.
     ask(Message::Switch, &moved(&after)).unwrap();
     let block = after.block_map().unwrap().blocks_of(new).next().unwrap();
-    let what = libmodelio::wire::Kept::Weights;
+    let what = libmodelio::wire::DataKind::Weights;
     let fetch = Message::Fetch { generation, epoch: after.epoch, version: Version(0), block, what };
     assert_eq!(ask(fetch, &[]).unwrap().0, Message::Fetched);
 }

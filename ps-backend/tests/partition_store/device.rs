@@ -6,7 +6,7 @@ use common::floats_layout;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
-use libmodelio::wire::{Kept, Work};
+use libmodelio::wire::{DataKind, Work};
 use ps_backend::device::{Accelerator, Arrays, DeviceError, lanes};
 use ps_backend::partition::executor::{Batch, Pass, Pool};
 use ps_backend::partition::store::{Home, Limits, PartitionError, PartitionStore, Payload};
@@ -18,7 +18,7 @@ use crate::driver::{Source, Twin, WAYS, Way, bytes_of, conclude, model, partitio
 use test_devices::homes;
 use test_devices::software_device::software;
 
-const KEPT: [Kept; 4] = [Kept::Weights, Kept::Masters, Kept::Slot(0), Kept::Slot(1)];
+const KEPT: [DataKind; 4] = [DataKind::Weights, DataKind::Masters, DataKind::Slot(0), DataKind::Slot(1)];
 
 fn twin_of(model: &ModelLayout, reducer: Reducer, home: Home) -> Twin {
     let hyper = Hyper {
@@ -107,7 +107,7 @@ fn a_partition_moves_to_a_device_and_back() {
                 there.begin_at(moves.version, reducer).unwrap();
                 let state = moves.store.keep().unwrap();
                 for block in moves.blocks() {
-                    for what in [Kept::Weights].into_iter().chain(there.wants(block).unwrap()) {
+                    for what in [DataKind::Weights].into_iter().chain(there.wants(block).unwrap()) {
                         assert!(there.load_piece(block, what, &state.bytes(block, what).unwrap()).unwrap());
                     }
                 }
@@ -279,8 +279,8 @@ fn a_device_that_fails_while_a_version_is_made_takes_the_model_with_it() {
         // Without its state it cannot go on, and no snapshot can be taken.
         assert!(matches!(twin.begin_reduce(1), Err(PartitionError::Device(_))));
         let kept = twin.store.keep().unwrap();
-        assert!(matches!(kept.bytes(BlockId(0), Kept::Slot(0)), Err(PartitionError::Device(_))));
-        assert!(kept.bytes(BlockId(0), Kept::Weights).is_ok());
+        assert!(matches!(kept.bytes(BlockId(0), DataKind::Slot(0)), Err(PartitionError::Device(_))));
+        assert!(kept.bytes(BlockId(0), DataKind::Weights).is_ok());
     }
 }
 

@@ -6,7 +6,7 @@ use common::{BLOCK, floats_layout};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 use ps_backend::partition::store::{BlockInput, Home, Limits, PartitionError, Payload};
 use ps_backend::state_copies::StateCopies;
 use test_devices::one_by_one::OneByOne;
@@ -28,7 +28,7 @@ fn of_all(twin: &Twin, seed: usize) -> Source {
 
 fn state_of(twin: &Twin) -> Vec<Vec<u8>> {
     let kept = twin.store.keep().unwrap();
-    let kinds = [Kept::Masters, Kept::Slot(0), Kept::Slot(1)];
+    let kinds = [DataKind::Masters, DataKind::Slot(0), DataKind::Slot(1)];
     let of = |block| kinds.map(|what| kept.bytes(block, what).unwrap().to_vec());
     twin.blocks().flat_map(of).collect()
 }

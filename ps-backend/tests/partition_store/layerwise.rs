@@ -10,7 +10,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::norm::{Quantity, Squares, TensorFactors, TensorSquares};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
-use libmodelio::wire::{Kept, Work};
+use libmodelio::wire::{DataKind, Work};
 use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
 use ps_backend::reducers;
 use test_devices::one_by_one::OneByOne;
@@ -176,8 +176,10 @@ impl Job {
             let kept = store.keep().unwrap();
             let layout = Arc::clone(store.partition().layout());
             for (local, block) in (0..).map(BlockId).zip(store.partition().blocks()) {
-                let (weights, masters) =
-                    (kept.bytes(local, Kept::Weights).unwrap(), kept.bytes(local, Kept::Masters).unwrap());
+                let (weights, masters) = (
+                    kept.bytes(local, DataKind::Weights).unwrap(),
+                    kept.bytes(local, DataKind::Masters).unwrap(),
+                );
                 let (here, there) = (layout.block_bytes(local), self.model.block_bytes(*block));
                 let segments = layout.segments(local);
                 for segment in segments {

@@ -3,13 +3,13 @@
 use common::initial_weights;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 use ps_backend::partition::store::{Home, Limits, PartitionError, PartitionStore};
 
 use crate::common;
 use crate::driver::{Source, Twin, Way, bytes_of, conclude, model, partition_of};
 
-const KEPT: [Kept; 4] = [Kept::Weights, Kept::Masters, Kept::Slot(0), Kept::Slot(1)];
+const KEPT: [DataKind; 4] = [DataKind::Weights, DataKind::Masters, DataKind::Slot(0), DataKind::Slot(1)];
 
 fn source(twin: &Twin, seed: usize) -> Source {
     // Not all blocks: some are carried over.
@@ -25,7 +25,7 @@ fn bring(from: &PartitionStore, to: &PartitionStore) {
     let kept = from.keep().unwrap();
     for &global in to.partition().blocks() {
         let (there, here) = (from.partition().local(global).unwrap(), to.partition().local(global).unwrap());
-        for what in [Kept::Weights].into_iter().chain(to.wants(here).unwrap()) {
+        for what in [DataKind::Weights].into_iter().chain(to.wants(here).unwrap()) {
             assert!(matches!(to.finish_loading(), Err(PartitionError::NotLoaded(_))));
             assert!(to.load_piece(here, what, &kept.bytes(there, what).unwrap()).unwrap());
             assert!(!to.load_piece(here, what, &kept.bytes(there, what).unwrap()).unwrap());
@@ -150,17 +150,17 @@ fn pieces_that_do_not_fit_are_refused() {
     let last = BlockId(layout.blocks() - 1);
     let bytes = &weights[bytes_of(layout, last)];
     let wants = there.wants(last).unwrap();
-    assert_eq!(wants, [Kept::Masters, Kept::Slot(0), Kept::Slot(1)]);
+    assert_eq!(wants, [DataKind::Masters, DataKind::Slot(0), DataKind::Slot(1)]);
     let with = |what, len: usize| there.load_piece(last, what, &vec![0; len]);
-    assert!(matches!(with(Kept::Slot(0), 0), Err(PartitionError::NotLoaded(block)) if block == last));
-    let short = there.load_piece(last, Kept::Weights, &bytes[1..]);
+    assert!(matches!(with(DataKind::Slot(0), 0), Err(PartitionError::NotLoaded(block)) if block == last));
+    let short = there.load_piece(last, DataKind::Weights, &bytes[1..]);
     assert!(matches!(short, Err(PartitionError::Length { .. })));
-    assert!(there.load_piece(last, Kept::Weights, bytes).unwrap());
-    for (what, len) in [(Kept::Masters, 0), (Kept::Slot(0), 4), (Kept::Slot(2), 0)] {
+    assert!(there.load_piece(last, DataKind::Weights, bytes).unwrap());
+    for (what, len) in [(DataKind::Masters, 0), (DataKind::Slot(0), 4), (DataKind::Slot(2), 0)] {
         assert!(matches!(with(what, len), Err(PartitionError::State { .. })), "{what:?} of {len} bytes");
     }
     assert!(matches!(there.wants(BlockId(999)), Err(PartitionError::NoBlock { .. })));
     // State that the other partition did not have is zero.
-    assert!(with(Kept::Slot(1), 0).unwrap());
+    assert!(with(DataKind::Slot(1), 0).unwrap());
     assert!(matches!(twin.store.begin_at(Version(1), Reducer::Adam), Err(PartitionError::Loaded)));
 }

@@ -12,12 +12,12 @@ use libmodelio::bytes::region::Region;
 use libmodelio::transport::rdma::published::{Absent, DIRECTORY, Directory, ENTRY, find};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 use libmodelio::wire::Work;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use ps_backend::partition::store::{
-    Home, KeptState, Limits, PartitionError, PartitionJob, PartitionStore, Payload, PinnedVersion,
+    Home, Limits, PartitionError, PartitionJob, PartitionStore, Payload, PinnedState, PinnedVersion,
     VersionWatch,
 };
 use ps_backend::state_copies::StateCopies;
@@ -116,10 +116,10 @@ fn loaded(version: u64, limits: Limits, watcher: &mut Vec<Arc<Watcher>>) -> Part
         assert!(
             watcher[0].knows_nothing() && matches!(store.finish_loading(), Err(PartitionError::NotLoaded(_)))
         );
-        assert!(store.load_piece(BlockId(block), Kept::Weights, &payload(&store, block, 1.0)).unwrap());
+        assert!(store.load_piece(BlockId(block), DataKind::Weights, &payload(&store, block, 1.0)).unwrap());
         if version > 0 {
             assert!(matches!(store.finish_loading(), Err(PartitionError::NotLoaded(_))));
-            assert!(store.load_piece(BlockId(block), Kept::Slot(0), &[]).unwrap());
+            assert!(store.load_piece(BlockId(block), DataKind::Slot(0), &[]).unwrap());
         }
     }
     assert!(watcher[0].knows_nothing(), "it is not complete before somebody says so");
@@ -180,7 +180,7 @@ struct Play {
     store: PartitionStore,
     job: Option<Arc<PartitionJob>>,
     pins: Vec<PinnedVersion>,
-    kept: Vec<KeptState>,
+    kept: Vec<PinnedState>,
     value: f32,
 }
 

@@ -161,13 +161,13 @@ impl Job {
             return Err(ShardError::NonFinite(slot.block));
         }
         if let Some(room) = room {
-            self.lies_in(slot, room);
+            self.staged_in(slot, room);
         }
         Ok(Placement::Deferred)
     }
 
     /// A staged block lies in this region. It is sent from there at once, if a provisional plan waits for it.
-    pub fn lies_in(&self, slot: BlockSlot, region: &Region) {
+    pub fn staged_in(&self, slot: BlockSlot, region: &Region) {
         self.send_ahead(slot.learner, slot.step, &[slot.block], region, true);
     }
 

@@ -63,7 +63,7 @@ impl Recipient for Shared {
 }
 
 /// So many bytes of new weights that lie in the version's buffer are little work: nothing is copied.
-const LYING_BYTES: usize = 16 << 20;
+const IN_PLACE_BYTES: usize = 16 << 20;
 
 impl Shared {
     /// Pushes the blocks that are left: what is little work in this thread, the rest on the shard's threads.
@@ -72,7 +72,7 @@ impl Shared {
             let mut inner = self.inner.lock();
             let left = inner.core.left_to_push(ALL);
             let is_little = left == 1
-                || left * self.layout.block_size() as usize <= LYING_BYTES
+                || left * self.layout.block_size() as usize <= IN_PLACE_BYTES
                     && inner.payloads.are_in_place(&inner.core);
             let idle = local.shard.threads().saturating_sub(inner.pumps.at_work);
             let threads = left.min(idle).min(if is_little { 1 } else { usize::MAX });

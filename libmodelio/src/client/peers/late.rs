@@ -9,12 +9,12 @@ use crate::wire::JobState;
 
 /// The learners and shards that the job waits for.
 #[derive(Default)]
-pub(in crate::client) struct Late {
+pub(in crate::client) struct WaitedFor {
     pub(in crate::client) learners: Option<Instant>,
     pub(in crate::client) shards: BTreeMap<ShardId, Instant>,
 }
 
-impl Late {
+impl WaitedFor {
     /// Takes the names from the coordinator's state, which has them once the wait is long.
     pub(in crate::client) fn update(&mut self, state: &JobState) {
         let ago = |waited| Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);

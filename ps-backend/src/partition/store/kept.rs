@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{BlockId, Version};
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 use parking_lot::MutexGuard;
 
 use super::newest::Newest;
@@ -17,12 +17,12 @@ use super::{Inner, PartitionError, PartitionStore, check_block};
 /// The newest version with its masters and optimizer state. While this lives, no plan begins, and no state is changed in
 /// place.
 #[derive(Debug)]
-pub struct KeptState {
+pub struct PinnedState {
     pinned: PinnedVersion,
     newest: Newest,
 }
 
-impl KeptState {
+impl PinnedState {
     /// The version.
     pub fn version(&self) -> Version {
         self.pinned.version()
@@ -33,13 +33,13 @@ impl KeptState {
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Device`].
-    pub fn bytes(&self, block: BlockId, what: Kept) -> Result<Cow<'_, [u8]>, PartitionError> {
+    pub fn bytes(&self, block: BlockId, what: DataKind) -> Result<Cow<'_, [u8]>, PartitionError> {
         check_block(self.pinned.shared.partition.layout(), block)?;
         Ok(self.newest.bytes(block, what)?)
     }
 }
 
-impl Drop for KeptState {
+impl Drop for PinnedState {
     fn drop(&mut self) {
         self.pinned.shared.inner.lock().readers -= 1;
     }
@@ -55,7 +55,7 @@ impl PartitionStore {
     ///
     /// # Errors
     /// [`PartitionError::Loading`]; [`PartitionError::Busy`] if that takes too long.
-    pub fn keep(&self) -> Result<KeptState, PartitionError> {
+    pub fn keep(&self) -> Result<PinnedState, PartitionError> {
         self.keep_instead_of(None)
     }
 
@@ -63,7 +63,7 @@ impl PartitionStore {
     ///
     /// # Errors
     /// The errors of [`Self::keep`].
-    pub fn keep_instead_of(&self, before: Option<KeptState>) -> Result<KeptState, PartitionError> {
+    pub fn keep_instead_of(&self, before: Option<PinnedState>) -> Result<PinnedState, PartitionError> {
         self.shared.inner.lock().coming_readers += 1;
         drop(before);
         let deadline = Instant::now() + MADE_WITHIN;
@@ -79,13 +79,13 @@ impl PartitionStore {
         }
     }
 
-    fn keep_now(&self, mut inner: MutexGuard<'_, Inner>) -> Result<KeptState, PartitionError> {
+    fn keep_now(&self, mut inner: MutexGuard<'_, Inner>) -> Result<PinnedState, PartitionError> {
         if inner.making {
             return Err(PartitionError::Busy);
         }
         let pinned = PinnedVersion::of(&self.shared, &mut inner, None);
         let (pinned, newest) = pinned.zip(inner.newest(self.layout())).ok_or(PartitionError::Loading)?;
         inner.readers += 1;
-        Ok(KeptState { pinned, newest })
+        Ok(PinnedState { pinned, newest })
     }
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 
 use super::newest::Newest;
 use super::places::kept_range;
@@ -21,12 +21,12 @@ const COMING: u8 = 1;
 const THERE: u8 = 2;
 
 /// The mark of a kind of data.
-fn mark_of(what: Kept) -> u8 {
+fn mark_of(what: DataKind) -> u8 {
     match what {
-        Kept::Weights => THERE,
-        Kept::Masters => 4,
-        Kept::Slot(0) => 8,
-        Kept::Slot(_) => 16,
+        DataKind::Weights => THERE,
+        DataKind::Masters => 4,
+        DataKind::Slot(0) => 8,
+        DataKind::Slot(_) => 16,
     }
 }
 
@@ -40,7 +40,7 @@ impl PartitionStore {
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::Loaded`].
     pub fn load(&self, block: BlockId, bytes: &[u8]) -> Result<bool, PartitionError> {
-        self.load_piece(block, Kept::Weights, bytes)
+        self.load_piece(block, DataKind::Weights, bytes)
     }
 
     /// Fills all of version 0, whose blocks lie one behind the other in memory. Then it is complete.
@@ -127,7 +127,7 @@ impl PartitionStore {
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Loaded`].
-    pub fn wants(&self, block: BlockId) -> Result<Vec<Kept>, PartitionError> {
+    pub fn wants(&self, block: BlockId) -> Result<Vec<DataKind>, PartitionError> {
         check_block(self.layout(), block)?;
         Ok(self.loading()?.wants(block))
     }
@@ -140,15 +140,17 @@ impl PartitionStore {
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::State`],
     /// [`PartitionError::Loaded`]; [`PartitionError::NotLoaded`] if the weights have not come,
     /// [`PartitionError::Claimed`] while another piece comes; [`PartitionError::Device`].
-    pub fn load_piece(&self, block: BlockId, what: Kept, bytes: &[u8]) -> Result<bool, PartitionError> {
+    pub fn load_piece(&self, block: BlockId, what: DataKind, bytes: &[u8]) -> Result<bool, PartitionError> {
         check_block(self.layout(), block)?;
         let loading = self.loading()?;
         let place = kept_range(self.layout(), block, what);
         let (expected, got) = ((place.end - place.start) as usize, bytes.len());
-        let is_zero_state = got == 0 && matches!(what, Kept::Slot(_));
+        let is_zero_state = got == 0 && matches!(what, DataKind::Slot(_));
         match what {
-            Kept::Weights if got != expected => return Err(PartitionError::Length { block, expected, got }),
-            Kept::Weights => {}
+            DataKind::Weights if got != expected => {
+                return Err(PartitionError::Length { block, expected, got });
+            }
+            DataKind::Weights => {}
             _ if loading.wants(block).contains(&what) && (got == expected || is_zero_state) => {}
             _ => return Err(PartitionError::State { block, got }),
         }
@@ -157,18 +159,18 @@ impl PartitionStore {
         if before & mark_of(what) != 0 {
             return Ok(false);
         }
-        if before & (COMING | THERE) == 0 && what != Kept::Weights {
+        if before & (COMING | THERE) == 0 && what != DataKind::Weights {
             return Err(PartitionError::NotLoaded(block));
         }
         if before & COMING != 0
             || mark.compare_exchange(before, before | COMING, Ordering::Acquire, Ordering::Relaxed).is_err()
         {
             // The weights are those that come, whoever brings them.
-            return if what == Kept::Weights { Ok(false) } else { Err(PartitionError::Claimed(block)) };
+            return if what == DataKind::Weights { Ok(false) } else { Err(PartitionError::Claimed(block)) };
         }
         // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are loaded.
         let loaded = unsafe { loading.load(block, what, bytes) };
-        if loaded.is_ok() && !bytes.is_empty() && matches!(what, Kept::Slot(_)) {
+        if loaded.is_ok() && !bytes.is_empty() && matches!(what, DataKind::Slot(_)) {
             self.shared.inner.lock().state.slots_used = true;
         }
         // The handle is dropped before the block counts: a thread that sees all blocks loaded finds no other thread

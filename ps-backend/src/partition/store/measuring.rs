@@ -13,7 +13,7 @@ use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout, Segment};
 use libmodelio::vocabulary::norm::{ExactSum, Quantity, Squares, TensorSquares};
 use libmodelio::vocabulary::reducer::Step;
 use libmodelio::vocabulary::tensor_steps::{ByTensor, ByteSteps};
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
@@ -109,10 +109,10 @@ impl Measuring {
         let count = count.unwrap_or(0);
         let none = || Ok(Cow::Borrowed(&[][..]));
         let slot =
-            |slot: usize| if slot < count { newest.bytes(block, Kept::Slot(slot as u8)) } else { none() };
+            |slot: usize| if slot < count { newest.bytes(block, DataKind::Slot(slot as u8)) } else { none() };
         let slots = [slot(0)?, slot(1)?];
-        let weights = newest.bytes(block, Kept::Weights)?;
-        let masters = newest.bytes(block, Kept::Masters)?;
+        let weights = newest.bytes(block, DataKind::Weights)?;
+        let masters = newest.bytes(block, DataKind::Masters)?;
         let start = self.layout.block_bytes(block).start;
         let mut of_block: Vec<(u32, TensorSquares)> = Vec::new();
         for (piece, wire, step) in &pieces {

@@ -11,7 +11,7 @@ use libmodelio::bytes::kernels;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 
 use super::buffer::VersionBuffer;
 use super::places::{block_span, element_span, has_narrow, narrow, reduced};
@@ -45,14 +45,14 @@ impl Newest {
     ///
     /// # Panics
     /// If there is no such block.
-    pub(super) fn bytes(&self, block: BlockId, what: Kept) -> Result<Cow<'_, [u8]>, DeviceError> {
+    pub(super) fn bytes(&self, block: BlockId, what: DataKind) -> Result<Cow<'_, [u8]>, DeviceError> {
         let span = block_span(&self.layout, block);
         let place = span.start * 4..span.end * 4;
         let array = match what {
-            Kept::Weights => return Ok(self.weights.bytes(self.layout.block_bytes(block)).into()),
-            Kept::Masters if !has_narrow(&self.layout, block) => return Ok(Cow::default()),
-            Kept::Masters => Array::Values,
-            Kept::Slot(slot) => Array::Slot(usize::from(slot)),
+            DataKind::Weights => return Ok(self.weights.bytes(self.layout.block_bytes(block)).into()),
+            DataKind::Masters if !has_narrow(&self.layout, block) => return Ok(Cow::default()),
+            DataKind::Masters => Array::Values,
+            DataKind::Slot(slot) => Array::Slot(usize::from(slot)),
         };
         let Some(arrays) = &self.arrays else {
             // SAFETY: the newest version's state is immutable while no new version is computed.
@@ -71,24 +71,24 @@ impl Newest {
     }
 
     /// The host's memory of all data of a kind other than weights.
-    fn mapping(&self, what: Kept) -> Option<&Mapping> {
+    fn mapping(&self, what: DataKind) -> Option<&Mapping> {
         match what {
-            Kept::Weights => None,
-            Kept::Masters => self.state.master.as_ref(),
-            Kept::Slot(slot) => self.state.slots.get(usize::from(slot))?.as_ref(),
+            DataKind::Weights => None,
+            DataKind::Masters => self.state.master.as_ref(),
+            DataKind::Slot(slot) => self.state.slots.get(usize::from(slot))?.as_ref(),
         }
     }
 
     /// The kinds of data that `block` has room for, besides its weights.
-    pub(super) fn wants(&self, block: BlockId) -> Vec<Kept> {
+    pub(super) fn wants(&self, block: BlockId) -> Vec<DataKind> {
         let masters = self.state.master.is_some() || self.arrays.is_some();
-        let masters = (masters && has_narrow(&self.layout, block)).then_some(Kept::Masters);
+        let masters = (masters && has_narrow(&self.layout, block)).then_some(DataKind::Masters);
         let slots = match &self.arrays {
             Some(arrays) => arrays.slots(),
             None => self.state.slots.iter().flatten().count(),
         };
         let any = !block_span(&self.layout, block).is_empty();
-        masters.into_iter().chain((0..slots as u8).map(Kept::Slot)).filter(|_| any).collect()
+        masters.into_iter().chain((0..slots as u8).map(DataKind::Slot)).filter(|_| any).collect()
     }
 
     /// A block's weights were loaded. Its masters follow from them, and so do the weights on a device.
@@ -131,23 +131,28 @@ impl Newest {
     ///
     /// # Safety
     /// The block belongs to this thread alone, and nobody reads the version yet.
-    pub(super) unsafe fn load(&self, block: BlockId, what: Kept, bytes: &[u8]) -> Result<(), DeviceError> {
+    pub(super) unsafe fn load(
+        &self,
+        block: BlockId,
+        what: DataKind,
+        bytes: &[u8],
+    ) -> Result<(), DeviceError> {
         let elements = block_span(&self.layout, block);
         let place = elements.start * 4..elements.end * 4;
         match (&self.arrays, what) {
             // SAFETY: passed on to the caller.
-            (_, Kept::Weights) => unsafe {
+            (_, DataKind::Weights) => unsafe {
                 let room = self.memory().bytes_mut(span(&self.layout.block_bytes(block)));
                 kernels::stream_copy(bytes, room);
                 self.filled(block)?;
             },
-            (Some(arrays), Kept::Slot(slot)) => {
+            (Some(arrays), DataKind::Slot(slot)) => {
                 let zeros = if bytes.is_empty() { vec![0; place.len()] } else { Vec::new() };
                 let bytes = if bytes.is_empty() { &zeros } else { bytes };
                 arrays.write(Array::Slot(usize::from(slot)), place.start, bytes)?;
             }
             // The places of masters hold the weights of elements that have none.
-            (Some(arrays), Kept::Masters) => {
+            (Some(arrays), DataKind::Masters) => {
                 for (segment, wire) in narrow(&self.layout, block) {
                     let elements = element_span(segment, wire);
                     let masters = &bytes[elements.start * 4 - place.start..elements.end * 4 - place.start];

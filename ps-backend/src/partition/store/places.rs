@@ -5,7 +5,7 @@ use std::ops::Range;
 use libmodelio::bytes::kernels::Wire;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
-use libmodelio::wire::Kept;
+use libmodelio::wire::DataKind;
 
 /// The places of a segment's elements in accumulators and states, in values of 32 bits.
 pub(super) fn element_span(segment: &Segment, wire: Wire) -> Range<usize> {
@@ -40,11 +40,11 @@ pub(super) fn has_narrow(layout: &ModelLayout, block: BlockId) -> bool {
 ///
 /// # Panics
 /// If there is no such block.
-pub fn kept_range(layout: &ModelLayout, block: BlockId, what: Kept) -> Range<u64> {
+pub fn kept_range(layout: &ModelLayout, block: BlockId, what: DataKind) -> Range<u64> {
     let span = match what {
-        Kept::Weights => return layout.block_bytes(block),
-        Kept::Masters if !has_narrow(layout, block) => 0..0,
-        Kept::Masters | Kept::Slot(_) => block_span(layout, block),
+        DataKind::Weights => return layout.block_bytes(block),
+        DataKind::Masters if !has_narrow(layout, block) => 0..0,
+        DataKind::Masters | DataKind::Slot(_) => block_span(layout, block),
     };
     span.start as u64 * 4..span.end as u64 * 4
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use libmodelio::vocabulary::ids::{BlockId, Epoch, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{Kept, ModelRecord, Moved, Refusal};
+use libmodelio::wire::{DataKind, ModelRecord, Moved, Refusal};
 use parking_lot::Mutex;
 
 use crate::coordinator::CoordinatorCore;
@@ -149,7 +149,7 @@ impl IncomingPartition {
         let mut others = Vec::new();
         for &block in store.partition().blocks() {
             let local = store.partition().local(block).ok_or(Refusal::NotMine { block })?;
-            let wants = [Kept::Weights].into_iter().chain(store.wants(local).map_err(Refusal::other)?);
+            let wants = [DataKind::Weights].into_iter().chain(store.wants(local).map_err(Refusal::other)?);
             let is_mine = |before: &&Arc<Partition>| before.store().partition().local(block).is_some();
             match self.before.as_ref().filter(is_mine) {
                 None => others.extend(wants.map(|what| (block, what))),
@@ -218,7 +218,7 @@ impl Sink for Taken<'_> {
             return Err(refusal.clone().into());
         }
         self.load.take(piece, bytes)?;
-        if let (Kept::Weights, Stage::Filling(blocks)) = (piece.1, &mut *self.incoming.stage.lock()) {
+        if let (DataKind::Weights, Stage::Filling(blocks)) = (piece.1, &mut *self.incoming.stage.lock()) {
             *blocks += 1;
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, Epoch, Version};
-use libmodelio::wire::{Kept, ModelRecord, Refusal};
+use libmodelio::wire::{DataKind, ModelRecord, Refusal};
 
 use super::Partition;
 use crate::server::redirect::Redirect;
@@ -32,7 +32,7 @@ impl Partition {
         epoch: Epoch,
         wanted: Version,
         block: BlockId,
-        what: Kept,
+        what: DataKind,
     ) -> Result<Vec<u8>, Refusal> {
         if self.epoch != epoch {
             return Err(Refusal::Epoch { expected: self.epoch, got: epoch });

@@ -26,9 +26,9 @@ use crate::partition::core::{Outcome, Place, Placement, Sent};
 use crate::partition::fetches::Turn;
 use crate::partition::store::{self, BlockInput, PartitionError, PartitionJob, Payload};
 use crate::partition::unknown_plan::UnknownPlan;
-pub(super) use kept::AllKept;
+pub(super) use kept::KeptPayloads;
 pub(in crate::server) use kept::Lent;
-use kept::{Kept, Other, Together};
+use kept::{KeptPayload, Other, Together};
 
 /// As many payloads of a block fit into a list without an allocation.
 pub(super) const INLINE: usize = 16;
@@ -202,7 +202,7 @@ impl Partition {
             Placement::Keep => {
                 if let (Room::Lent(lent), Some(link)) = (room, sender.link.clone()) {
                     state.core.reserve(client, plan, block.0, sent);
-                    state.kept.insert((block, client), Kept { plan, lent: lent.clone(), link });
+                    state.kept.insert((block, client), KeptPayload { plan, lent: lent.clone(), link });
                 }
                 return Ok(Reserved::Kept);
             }

@@ -11,7 +11,7 @@ use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
-use libmodelio::wire::{Kept, ModelRecord, PlanSource};
+use libmodelio::wire::{DataKind, ModelRecord, PlanSource};
 use parking_lot::Mutex;
 
 use super::*;
@@ -101,7 +101,7 @@ impl Bench {
         let partition =
             Partition::new(&record, ShardId(1), &of_partition, PartitionOptions::default()).unwrap();
         for at in (0..BLOCKS).map(BlockId) {
-            partition.load((at, Kept::Weights), &1f32.to_le_bytes().repeat(block as usize / 4)).unwrap();
+            partition.load((at, DataKind::Weights), &1f32.to_le_bytes().repeat(block as usize / 4)).unwrap();
         }
         partition.store().finish_loading().unwrap();
         let (sender, said) = channel();

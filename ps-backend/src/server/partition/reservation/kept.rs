@@ -41,7 +41,7 @@ impl Lent {
 }
 
 /// A payload that is kept until the others of its block have come.
-pub(in crate::server::partition) struct Kept {
+pub(in crate::server::partition) struct KeptPayload {
     pub(super) plan: PlanId,
     pub(super) lent: Lent,
     /// The connection. The payload is gone when the connection has ended.
@@ -49,12 +49,12 @@ pub(in crate::server::partition) struct Kept {
 }
 
 /// All kept payloads, by block and client.
-pub(in crate::server::partition) type AllKept = HashMap<(BlockId, ClientId), Kept>;
+pub(in crate::server::partition) type KeptPayloads = HashMap<(BlockId, ClientId), KeptPayload>;
 
 /// Another client's payload in the same pass.
 pub(super) struct Other {
     check: bool,
-    pub(super) kept: Kept,
+    pub(super) kept: KeptPayload,
     counts: Option<Vec<Range<u32>>>,
 }
 
@@ -80,7 +80,7 @@ impl Partition {
         let (job, target, comes, together) = (Some(job), None, false, SmallVec::new());
         let reservation =
             Reservation { partition, client, push, place, counts, job, target, comes, together };
-        if let Some(Kept { lent, .. }) = kept
+        if let Some(KeptPayload { lent, .. }) = kept
             && let Err(error) = reservation.complete_lent(&lent)
         {
             tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced");
@@ -94,7 +94,7 @@ impl Partition {
             return;
         }
         let PartitionState { kept, core, .. } = &mut *state;
-        for ((block, client), Kept { plan, .. }) in kept.extract_if(|_, kept| kept.link.is(link)) {
+        for ((block, client), KeptPayload { plan, .. }) in kept.extract_if(|_, kept| kept.link.is(link)) {
             core.is_gone(client, plan, block.0);
         }
         self.act(state, Vec::new());

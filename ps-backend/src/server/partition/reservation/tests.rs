@@ -56,7 +56,7 @@ fn begun() -> Arc<Partition> {
     let cpu = Pool::start(1, None).unwrap();
     let partition = Partition::new(&record, ShardId(1), &cpu, PartitionOptions::default()).unwrap();
     for block in 0..BLOCKS {
-        partition.load((BlockId(block), wire::Kept::Weights), &[0; BLOCK as usize]).unwrap();
+        partition.load((BlockId(block), wire::DataKind::Weights), &[0; BLOCK as usize]).unwrap();
     }
     partition.store().finish_loading().unwrap();
     let own = Arc::downgrade(&partition) as Weak<dyn Recipient>;
