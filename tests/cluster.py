@@ -15,7 +15,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from conftest import Mount, begin, flags, gradfs_binary, pause
+from conftest import Daemon, Mount, all_of, flags, gradfs_binary, pause, ran
 from patience import HANGS, Limit
 from wire import HEADER_BYTES, ROLES, Closed, Peer, Reading
 
@@ -26,13 +26,10 @@ OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "uid", "gid", "umask", 
 
 def run(*args, timeout=HANGS):
     """A command of gradfs to its end."""
-    return subprocess.run(
-        [str(gradfs_binary()), *map(str, args)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=timeout, check=False,
-    )
+    return ran([gradfs_binary(), *args], timeout=timeout)
 
 
-class Shard:
+class Shard(Daemon):
     """A running `gradfs shard`; `address` is where it listens, whatever it advertises."""
 
     def __init__(self, *args, listen="127.0.0.1:0", command="shard"):
@@ -40,8 +37,7 @@ class Shard:
         # Also of one that does not start, or that a test has put another one in the place of.
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self.command = [str(gradfs_binary()), command, "--listen", listen, *map(str, args)]
-        with open(self._scratch / "stdout", "wb") as out, open(self._scratch / "stderr", "wb") as err:
-            self.process = begin(self.command, stdout=out, stderr=err)
+        self._begin(self.command)
         end = time.monotonic() + START_DEADLINE
         while "gradfs: ready" not in self.stdout():
             if self.process.poll() is not None or time.monotonic() > end:
@@ -53,19 +49,15 @@ class Shard:
         number = re.search(r"shard (\d+) listens", self.stdout())
         self.number = int(number[1]) if number else 0
 
-    @property
-    def pid(self):
-        return self.process.pid
+    def __enter__(self):
+        return self
 
-    def stdout(self):
-        return (self._scratch / "stdout").read_text(errors="replace")
-
-    def stderr(self):
-        return (self._scratch / "stderr").read_text(errors="replace")
+    def __exit__(self, *_):
+        self.clean_up()
 
     def kill(self):
         """SIGKILL, which ends a stopped process, too."""
-        if self.process.poll() is None:
+        if self.running():
             self.process.kill()
         self.process.wait(STOP_DEADLINE)
 
@@ -76,9 +68,18 @@ class Shard:
     def resume(self):
         os.kill(self.pid, signal.SIGCONT)
 
+    @contextlib.contextmanager
+    def paused(self):
+        """It is stopped meanwhile."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
     def stop(self, with_signal=signal.SIGTERM):
         """Asks it to end; returns its exit status."""
-        if self.process.poll() is None:
+        if self.running():
             self.process.send_signal(with_signal)
             try:
                 self.process.wait(STOP_DEADLINE)
@@ -89,7 +90,7 @@ class Shard:
 
     def clean_up(self):
         try:
-            if self.process.poll() is None:
+            if self.running():
                 with contextlib.suppress(ProcessLookupError):
                     self.resume()
                 assert self.stop() == 0, self.stderr()
@@ -151,7 +152,7 @@ class Cluster:
 
     def __init__(self, shards=1):
         self.registry, self.shards, self.mounts, self.models = None, [], [], []
-        self._peers, self._ends = {}, []
+        self._peers, self._coordinators, self._ends = {}, {}, []
         for _ in range(shards):
             self.add_shard()
 
@@ -221,7 +222,7 @@ class Cluster:
     def coordinator_shard(self, model):
         """The shard that coordinates a model."""
         for shard in self.shards:
-            if shard.process.poll() is None:
+            if shard.running():
                 with contextlib.suppress(StopIteration):
                     if self.partition(shard, model)["coordinator"]:
                         return shard
@@ -229,22 +230,19 @@ class Cluster:
 
     def coordinator(self, model):
         """What a model's coordinator says of it."""
-        if model not in self._peers:
-            self._peers[model] = self.coordinator_shard(model)
-        return self.partition(self._peers[model], model)["coordinator"]
+        for _ in range(2):
+            shard = self._coordinators.pop(model, None) or self.coordinator_shard(model)
+            with contextlib.suppress(StopIteration, OSError, Closed):
+                if told := self.partition(shard, model)["coordinator"]:
+                    self._coordinators[model] = shard
+                    return told
+        raise KeyError(model)
 
     def clean_up(self):
-        troubles = []
-        peers = [peer.socket.close for peer in self._peers.values() if isinstance(peer, Peer)]
+        peers = [peer.socket.close for peer in self._peers.values()]
         ends = [one.clean_up for one in (*reversed(self.mounts), *reversed(self.shards))] + self._ends + peers
         self.mounts, self.shards, self._ends, self._peers = [], [], [], {}
-        for end in ends:
-            try:
-                end()
-            except BaseException as trouble:  # Also pytest.fail; the others must end all the same.
-                troubles.append(trouble)
-        if troubles:
-            raise troubles[0]
+        all_of(ends)
 
 
 def mounted_over_network(shards, *args, size=None, model=None, root=None, env=None, **options):

@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -68,6 +69,24 @@ def gradfs_binary():
     pytest.fail(f"{candidates[0]} is not there: build it with `cargo build --release`", pytrace=False)
 
 
+def ran(command, **options):
+    """A command that was run to its end: a subprocess.CompletedProcess with texts."""
+    options = {"stdin": None if "input" in options else subprocess.DEVNULL, "capture_output": True, "text": True, **options}
+    return subprocess.run([*map(str, command)], **{"timeout": HANGS, "check": False, **options})
+
+
+def all_of(ends):
+    """Calls all of these, and raises what the first of those that fail has raised."""
+    troubles = []
+    for end in ends:
+        try:
+            end()
+        except BaseException as trouble:  # Also pytest.fail; the others must end all the same.
+            troubles.append(trouble)
+    if troubles:
+        raise troubles[0]
+
+
 def flags(options):
     """name=["a", "b"] is --name a --name b, allow_other=True is --allow-other."""
     words = []
@@ -111,13 +130,35 @@ class MountFailed(Exception):
     """gradfs did not mount; the message holds what it said."""
 
 
-class Mount:
+class Daemon:
+    """A process of gradfs with its outputs in files; `process` is a subprocess.Popen, and pid its process id."""
+
+    def _begin(self, command, **options):
+        with open(self._scratch / "stdout", "wb") as out, open(self._scratch / "stderr", "wb") as err:
+            self.process = begin(command, stdout=out, stderr=err, **options)
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def stdout(self):
+        """What the daemon has written to its standard output so far."""
+        return (self._scratch / "stdout").read_text(errors="replace")
+
+    def stderr(self):
+        """What the daemon has written to its standard error so far."""
+        return (self._scratch / "stderr").read_text(errors="replace")
+
+    def running(self):
+        return self.process.poll() is None
+
+
+class Mount(Daemon):
     """A running `gradfs up`, mounted on a directory of its own.
 
     root     the mountpoint
     model    directory of the (first) model
     models   directories of all models
-    process  the daemon as a subprocess.Popen; pid is its process id
     """
 
     def __init__(self, *args, size=None, model=None, root=None, env=None, **options):
@@ -136,9 +177,7 @@ class Mount:
         self.models = [self.root / name for name in names]
         self.model = self.models[0]
 
-        with open(self._scratch / "stdout", "wb") as out, open(self._scratch / "stderr", "wb") as err:
-            env = {**os.environ, **{name: str(value) for name, value in (env or {}).items()}}
-            self.process = begin(self.command, stdout=out, stderr=err, env=env)
+        self._begin(self.command, env={**os.environ, **{name: str(value) for name, value in (env or {}).items()}})
         try:
             self._wait_until_mounted()
         except BaseException:
@@ -170,21 +209,6 @@ class Mount:
 
     def _story(self, headline):
         return f"{headline}\n$ {' '.join(self.command)}\n{self.stdout()}{self.stderr()}"
-
-    @property
-    def pid(self):
-        return self.process.pid
-
-    def stdout(self):
-        """What the daemon has written to its standard output so far."""
-        return (self._scratch / "stdout").read_text(errors="replace")
-
-    def stderr(self):
-        """What the daemon has written to its standard error so far."""
-        return (self._scratch / "stderr").read_text(errors="replace")
-
-    def running(self):
-        return self.process.poll() is None
 
     def stop(self, with_signal=signal.SIGINT):
         """Asks the daemon to end; returns its exit status. Fails if it does not end, or stays mounted."""
@@ -233,10 +257,12 @@ class Mount:
         """The directory that holds `weights` and `gradients`."""
         return self.model if learner is None else self.model / "learners" / str(learner)
 
-    def join(self, learner):
-        """A learner joins; returns its directory."""
-        self.place(learner).mkdir()
-        return self.place(learner)
+    def join(self, *learners):
+        """Learners join; returns the directory of the one, or those of all."""
+        places = [self.place(learner) for learner in learners]
+        for place in places:
+            place.mkdir()
+        return places[0] if len(places) == 1 else places
 
     def leave(self, learner):
         self.place(learner).rmdir()
@@ -356,54 +382,42 @@ def start_mount(shards):
         return mount
 
     yield start
-    troubles = []
-    for mount in reversed(mounts):
-        try:
-            mount.clean_up()
-        except BaseException as trouble:  # Also pytest.fail; the other mounts must end all the same.
-            troubles.append(trouble)
-    if troubles:
-        raise troubles[0]
+    all_of(mount.clean_up for mount in reversed(mounts))
 
 
 @pytest.fixture
 def cluster():
-    """Call it as Cluster(...), with a number of shards; all that is started there ends with the test."""
+    """Call it with a number of shards, and with the settings of a model `m`, if there is to be one; all that is started there
+    ends with the test."""
     from cluster import Cluster
 
     clusters = []
 
-    def start(shards=1):
+    def start(shards=1, /, **settings):
         clusters.append(Cluster(shards))
+        if settings:
+            clusters[-1].create(**settings)
         return clusters[-1]
 
     yield start
-    troubles = []
-    for one in clusters:
-        try:
-            one.clean_up()
-        except BaseException as trouble:  # Also pytest.fail; the others must end all the same.
-            troubles.append(trouble)
-    if troubles:
-        raise troubles[0]
+    all_of(one.clean_up for one in clusters)
 
 
 @pytest.fixture
 def gradfs():
     """Runs the binary with arguments to its end; returns a subprocess.CompletedProcess with texts."""
 
-    def run(*args, timeout=HANGS, env=None):
-        return subprocess.run(
-            [str(gradfs_binary()), *map(str, args)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env={**os.environ, **(env or {})},
-            check=False,
-        )
+    return lambda *args, env=None, **options: ran([gradfs_binary(), *args], env={**os.environ, **(env or {})}, **options)
 
-    return run
+
+@pytest.fixture
+def address():
+    """One that is free on this host."""
+    with socket.socket() as bound:
+        # Another socket that sets this can listen there, too; the system gives the port to nobody else.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield "127.0.0.1:%d" % bound.getsockname()[1]
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ import errno
 import os
 import select
 import shutil
-import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -15,29 +13,40 @@ from pathlib import Path
 import pytest
 
 from conftest import gradfs_binary
+from filetools import BLOCK, eventually  # noqa: F401
 from patience import HANGS
+from refusals import ONE, small  # noqa: F401
 
-ONE = struct.pack("<f", 1.0)
-BLOCK = 64 << 10
 NOBODY = 65534
 GONE = {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED}
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting something else takes root")
 
 
-def small(start_mount, **options):
-    return start_mount(**{"size": 4 * BLOCK, "block_size": "64KiB", "reducer": "sum", **options})
-
-
 def up_refused(gradfs, mountpoint, *words):
     """`gradfs up` on `mountpoint` must fail, saying `words`; returns what it said."""
     done = gradfs("up", "--size", "64KiB", "--reducer", "sum", mountpoint, timeout=300)
-    assert done.returncode == 1, done
+    assert done.returncode == 1 and done.stdout == "", done
     assert done.stderr.startswith("gradfs: error: ") and "panicked" not in done.stderr, done.stderr
-    assert done.stdout == ""
-    for word in [str(mountpoint), *words]:
-        assert word in done.stderr, f"{word!r} is missing:\n{done.stderr}"
+    assert all(word in done.stderr for word in [str(mountpoint), *words]), done.stderr
     return done.stderr
+
+
+@contextlib.contextmanager
+def started(mnt, *options, **pipes):
+    """`gradfs up` on `mnt`, once it is mounted: the process. Nothing is mounted afterwards."""
+    command = [gradfs_binary(), "up", "--size", "256KiB", "--reducer", "sum", *options, mnt]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **pipes}
+    process = subprocess.Popen(command, **pipes)
+    try:
+        eventually(lambda: process.poll() is not None or is_mounted(mnt))
+        assert process.poll() is None, process.communicate()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        while is_mounted(mnt):
+            subprocess.run(["umount", "-l", mnt], check=True)
 
 
 class Child:
@@ -107,11 +116,10 @@ def in_namespace(place, setup, script):
     scratch.mkdir()
     os.chown(root, NOBODY, NOBODY)
     up = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups {binary} up --size 64KiB --reducer sum --no-passthrough"
-    done = subprocess.run(
+    return subprocess.run(
         ["unshare", "-m", "sh", "-c", f"up='{up}'; {setup} && {{ {script}; }}", binary, root, scratch],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, cwd="/", check=False,
     )
-    return done
 
 
 @pytest.fixture
@@ -126,21 +134,6 @@ def die(mount):
     """kill -9; the dead mount stays where it is."""
     mount.process.kill()
     mount.process.wait(300)
-
-
-@pytest.fixture(autouse=True)
-def mkdir_meets_dead_mounts(monkeypatch):
-    """The fixture's `mkdir(exist_ok=True)` looks whether there is a directory; a dead mount does not answer."""
-    mkdir = Path.mkdir
-
-    def tolerant(self, *args, **options):
-        try:
-            mkdir(self, *args, **options)
-        except OSError as error:
-            if error.errno not in GONE:
-                raise
-
-    monkeypatch.setattr(Path, "mkdir", tolerant)
 
 
 def is_mounted(path):

@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import json
+import mmap
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -21,10 +23,11 @@ BLOCK = 64 << 10
 SIZE = 6 * BLOCK + 1236
 
 
-def mounts(**defaults):
-    """A fixture that starts mounts of SIZE bytes, with passthrough and without; options of a test go before these."""
+def mounts(both=True, **defaults):
+    """A fixture that starts mounts of SIZE bytes, with passthrough and, if `both`, without; options of a test go before
+    these."""
 
-    @pytest.fixture(params=["passthrough", "through the daemon"])
+    @pytest.fixture(params=["passthrough", "through the daemon"] if both else ["passthrough"])
     def mounted(start_mount, request):
         def start(**options):
             options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, **defaults, **options}
@@ -33,6 +36,31 @@ def mounts(**defaults):
         return start
 
     return mounted
+
+
+def ship_mapped(place, data, declares=False):
+    """A contribution by a mapping of all that there is; with `declares`, its bytes are said to be final first."""
+    fd = os.open(place / "gradients", os.O_RDWR | os.O_DIRECT)
+    try:
+        with mmap.mmap(fd, 0) as mapping:
+            mapping[:] = memoryview(data).cast("B")
+            if declares:
+                os.posix_fallocate(fd, 0, len(mapping))
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def close(*fds):
+    for fd in fds:
+        os.close(fd)
+
+
+def killed(child, with_signal=signal.SIGKILL):
+    """Ends a program by a signal."""
+    child.send_signal(with_signal)
+    child.communicate(timeout=PROGRAM_DEADLINE)
+    assert child.returncode == -with_signal
 
 
 def f32(*values):
@@ -97,6 +125,12 @@ def raises(*numbers):
     assert errno.errorcode.get(caught.value.errno) in names, caught.value
 
 
+def fails(number, call, *arguments, **options):
+    """The call fails with this errno."""
+    with raises(number):
+        call(*arguments, **options)
+
+
 @contextlib.contextmanager
 def opened(path, flags):
     """A descriptor; an error of close counts, unless the body has failed already."""
@@ -121,6 +155,18 @@ def shows(model, value):
         return array(model / "weights")[0] == value
     except OSError:
         return False
+
+
+def only(mount, learner=None):
+    """The one value that all weights have, as a learner's next open shows them."""
+    values = array(mount.place(learner) / "weights")
+    assert (values == values[0]).all(), f"a mix: {sorted(set(values.tolist()))}"
+    return values[0]
+
+
+def give(mount, value, learner=None):
+    """A contribution of one value everywhere."""
+    mount.contribute(filled(mount, value), learner=learner)
 
 
 def part_of(path):

@@ -5,7 +5,7 @@ import mmap
 import os
 import resource
 
-from filetools import BLOCK, opened, raises, said
+from filetools import BLOCK, close, fails, opened, raises, said
 from refusals import ONE, nothing_changes, small
 
 
@@ -83,17 +83,13 @@ def test_handles_outlive_their_learner(start_mount):
         assert os.pread(weights, 4, 0) == ONE
         memory[:4] = ONE
         for act in [lambda: os.fsync(gradients), lambda: os.pwrite(gradients, ONE, 0)]:
-            with raises(errno.ENOTCONN):
-                act()
+            fails(errno.ENOTCONN, act)
         with raises(errno.ENOENT, errno.ENOTCONN):
             os.pread(status, 100, 0)
         memory.close()
-        for fd in [weights, status]:
-            os.close(fd)
-        with raises(errno.ENOTCONN):
-            os.close(gradients)
-        with raises(errno.ENOENT):
-            os.open(place / "gradients", os.O_WRONLY)
+        close(*[weights, status])
+        fails(errno.ENOTCONN, os.close, gradients)
+        fails(errno.ENOENT, os.open, place / "gradients", os.O_WRONLY)
 
 
 def test_an_old_handle_does_not_write_for_the_next_learner_of_its_name(start_mount):
@@ -102,13 +98,10 @@ def test_an_old_handle_does_not_write_for_the_next_learner_of_its_name(start_mou
     old = os.open(mount.place("a") / "gradients", os.O_WRONLY)
     mount.leave("a")
     mount.join("a")
-    with raises(errno.ENOTCONN):
-        os.pwrite(old, ONE * (BLOCK // 4), 0)
+    fails(errno.ENOTCONN, os.pwrite, old, ONE * (BLOCK // 4), 0)
     mount.contribute(ONE, offset=BLOCK, learner="a")
-    with raises(errno.ENOTCONN):
-        os.pwrite(old, ONE, 0)
-    with raises(errno.ENOTCONN):
-        os.close(old)
+    fails(errno.ENOTCONN, os.pwrite, old, ONE, 0)
+    fails(errno.ENOTCONN, os.close, old)
     assert mount.wait_for_version(1) == 1
     assert (mount.weights()[:BLOCK + 4] == bytes(BLOCK) + ONE) is True
 
@@ -142,13 +135,11 @@ def test_more_learners_than_the_limit_are_refused(start_mount):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     for i in range(800):
         mount.join(i)
-    with raises(errno.EDQUOT):
-        mount.join("one-more")
+    fails(errno.EDQUOT, mount.join, "one-more")
     said(mount, "800 learners", "control/max_learners")
     assert len(os.listdir(mount.model / "learners")) == 800
     mount.leave(17)
     mount.join("late")
-    with raises(errno.EDQUOT):
-        mount.join("later")
+    fails(errno.EDQUOT, mount.join, "later")
     mount.contribute(ONE, learner=18)
     assert mount.wait_for_version(1) == 1

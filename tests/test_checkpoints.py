@@ -3,12 +3,11 @@ tensors whose names are paths, and tensors of types that no reducer takes."""
 
 import errno
 import json
-import mmap
 import os
 
 import numpy as np
 import pytest
-from filetools import eventually, raises, write_safetensors
+from filetools import close, eventually, fails, ship_mapped, write_safetensors
 from refusals import refused_up, safetensors, tensor
 
 INDEX = "model.safetensors.index.json"
@@ -66,38 +65,22 @@ def test_a_checkpoint_of_several_files_is_one_model__nor_are_files_of_one_name_m
     assert gradfs("up", "--dry-run", files[0], tmp_path).stdout.startswith("model: ")
 
 
-def damaged(checkpoint, fault):
-    index = json.loads((checkpoint / INDEX).read_text())
-    match fault:
-        case "elsewhere":
-            index["weight_map"]["a"] = PARTS[0]
-        case "lacks":
-            index["weight_map"]["b"] = PARTS[1]
-        case "unlisted":
-            index["weight_map"].update(y=PARTS[1])
-        case "outside":
-            index["weight_map"]["a"] = "../other.safetensors"
-        case "no_file":
-            (checkpoint / PARTS[1]).unlink()
-        case "no_index":
-            (checkpoint / INDEX).unlink()
-            return
-        case "no_map":
-            index = {"metadata": {}}
-    (checkpoint / INDEX).write_text(json.dumps(index))
+WHOLE = {"a": PARTS[1], "z": PARTS[0], "y": PARTS[0]}
 
 
-@pytest.mark.parametrize(("fault", "words"), [
-    ("elsewhere", [PARTS[0], "lacks", '"a"']),
-    ("lacks", [PARTS[1], "lacks", '"b"']),
-    ("unlisted", [PARTS[0], '"y"', "the index does not place"]),
-    ("outside", ["../other.safetensors", "in the same directory"]),
-    ("no_file", [PARTS[1], "No such file"]),
-    ("no_index", ["2 safetensors files of one model", INDEX, "copy the checkpoint again"]),
-    ("no_map", [INDEX, "weight_map"]),
-])
-def test_a_checkpoint_that_is_not_whole_is_refused(gradfs, checkpoint, mnt, fault, words):
-    damaged(checkpoint, fault)
+@pytest.mark.parametrize(("weight_map", "missing", "words"), [
+    ({**WHOLE, "a": PARTS[0]}, None, [PARTS[0], "lacks", '"a"']),
+    ({**WHOLE, "b": PARTS[1]}, None, [PARTS[1], "lacks", '"b"']),
+    ({**WHOLE, "y": PARTS[1]}, None, [PARTS[0], '"y"', "the index does not place"]),
+    ({**WHOLE, "a": "../other.safetensors"}, None, ["../other.safetensors", "in the same directory"]),
+    (WHOLE, PARTS[1], [PARTS[1], "No such file"]),
+    (WHOLE, INDEX, ["2 safetensors files of one model", INDEX, "copy the checkpoint again"]),
+    (None, None, [INDEX, "weight_map"]),
+], ids=["elsewhere", "lacks", "unlisted", "outside", "no_file", "no_index", "no_map"])
+def test_a_checkpoint_that_is_not_whole_is_refused(gradfs, checkpoint, mnt, weight_map, missing, words):
+    (checkpoint / INDEX).write_text(json.dumps({"weight_map": weight_map} if weight_map else {"metadata": {}}))
+    if missing:
+        (checkpoint / missing).unlink()
     refused_up(gradfs, mnt, checkpoint, words=words)
 
 
@@ -182,12 +165,9 @@ def test_tensor_names_with_slashes_are_directories(nested):
         assert sorted(os.listdir(fd)) == ["bias.npy", "weight.npy"]
     with open(os.open("weight.npy", os.O_RDONLY, dir_fd=held[1]), "rb") as file:
         assert np.array_equal(np.load(file), before[name])
-    for fd in held:
-        os.close(fd)
-    with raises(errno.EPERM):
-        (top / "encoder/2").mkdir()
-    with raises(errno.EACCES):
-        open(top / "head.npy", "r+b")
+    close(*held)
+    fails(errno.EPERM, (top / "encoder/2").mkdir)
+    fails(errno.EACCES, open, top / "head.npy", "r+b")
 
 
 @pytest.mark.also_on_network
@@ -195,34 +175,19 @@ def test_tensor_names_with_slashes_are_directories__and_are_trained(nested):
     """By writers and by mappings; patterns of frozen tensors go by the whole name, and `*` goes past a slash."""
     mount, tensors, offsets = nested(frozen=["enc*/weight"])
     size = sum(value.nbytes for value in tensors.values())
-    fd = os.open(mount.model / "gradients", os.O_RDWR | os.O_DIRECT)
-    mapping = mmap.mmap(fd, size)
-    mapping[:] = np.ones(size // 4, "<f4").tobytes()
-    os.fsync(fd)
-    mapping.close()
-    os.close(fd)
+    ship_mapped(mount.model, np.ones(size // 4, "<f4"))
     mount.contribute(np.ones(1000, "<f4"), offsets["encoder/0/bias"])
     mount.catch_up()
     for name, more in [("head", 1), ("encoder", 1), ("encoder/0/bias", 2)]:
         tensors[name] += more
     check_tree(mount.model / "tensors", tensors)
-    with raises(errno.EINVAL):
-        mount.control("frozen", "weight")
+    fails(errno.EINVAL, mount.control, "frozen", "weight")
     mount.control("frozen", "encoder/?/bias")
     mount.contribute(np.ones(size // 4, "<f4"))
     mount.catch_up()
     for name in set(tensors) - {"encoder/0/bias"}:
         tensors[name] += 1
     check_tree(mount.model / "tensors", tensors)
-
-
-def test_tensor_names_with_slashes_are_directories__that_hold_no_version(nested):
-    mount, tensors, _ = nested(max_versions=4, timeout=2)
-    for step in range(8):
-        check_tree(mount.model / "tensors", {name: value + step for name, value in tensors.items()})
-        mount.contribute(np.ones(sum(value.size for value in tensors.values()), "<f4"))
-        mount.catch_up()
-    eventually(lambda: len(mount.status()["versions_in_memory"]) <= 2)
 
 
 @pytest.mark.parametrize(("names", "words"), [
@@ -254,6 +219,5 @@ def test_tensors_that_cannot_be_trained_are_named(start_mount, gradfs, tmp_path,
     refused_up(gradfs, mnt, model, words=["no tensor can be trained", "a is I64", "--reducer assign"], code=2)
     mount = start_mount(model=model, reducer="assign")
     assert mount.weights() == bytes(32)
-    with raises(errno.EINVAL):
-        mount.control("reducer", "sgd")
+    fails(errno.EINVAL, mount.control, "reducer", "sgd")
     assert mount.control("reducer") == "assign"

@@ -3,13 +3,11 @@ docs/use/reducers.md promises it under "Clipping and scales"."""
 
 import errno
 import math
-import mmap
-import os
 from functools import partial
 
 import numpy as np
 import pytest
-from filetools import BLOCK, Threads, array, eventually, f32, raises, write_safetensors
+from filetools import BLOCK, Threads, array, eventually, f32, fails, ship_mapped, write_safetensors
 
 SIZE = 5 * BLOCK + 1236
 COUNT = SIZE // 4
@@ -23,8 +21,7 @@ def clipped(gradient, clip_norm):
     return gradient * min(1.0, clip_norm / (norm + 1e-6)), norm
 
 
-@pytest.mark.parametrize("aggregation", ["mean", "sum"])
-@pytest.mark.parametrize("reducer", ["sgd", "adam", "sum"])
+@pytest.mark.parametrize("reducer, aggregation", [("sgd", "mean"), ("adam", "sum"), ("sum", "mean")])
 def test_gradients_are_clipped_by_their_global_norm(start_mount, reducer, aggregation):
     """Two learners, against NumPy: below the limit, far above it, and where most of the model is not written."""
     clip_norm, rate = 200.0, 0.1
@@ -32,8 +29,7 @@ def test_gradients_are_clipped_by_their_global_norm(start_mount, reducer, aggreg
         size=SIZE, block_size=BLOCK, reducer=reducer, aggregation=aggregation, clip_norm=clip_norm, learning_rate=rate,
         learners=2, timeout=200,
     )  # fmt: skip
-    for name in "ab":
-        mount.join(name)
+    mount.join(*"ab")
     generator = np.random.RandomState(5)
     weights, m, v = np.zeros(COUNT), np.zeros(COUNT), np.zeros(COUNT)
     for step, (scale, first) in enumerate([(0.1, 0), (30.0, 0), (1.0, COUNT - 900), (1e-30, 0)], 1):
@@ -80,11 +76,7 @@ def test_a_frozen_tensor_is_not_in_the_norm(start_mount, tmp_path, mapped):
             (mount.model / "control" / "frozen").write_text("")
         before = np.load(mount.model / "tensors" / "a.npy")[-1]
         if mapped:
-            fd = os.open(mount.model / "gradients", os.O_RDWR | os.O_DIRECT)
-            with mmap.mmap(fd, len(part)) as memory:
-                memory[:] = part
-                os.fsync(fd)
-            os.close(fd)
+            ship_mapped(mount.model, part)
         else:
             mount.contribute(part)
         mount.catch_up()
@@ -96,24 +88,19 @@ def test_a_frozen_tensor_is_not_in_the_norm(start_mount, tmp_path, mapped):
 
 def test_clip_norm_is_refused_where_nothing_is_added_up(start_mount):
     mount = start_mount(size=SIZE, reducer="sgd", clip_norm=2.5)
-    with raises(errno.EINVAL):
-        mount.control("reducer", "assign")
+    fails(errno.EINVAL, mount.control, "reducer", "assign")
     assert "clip_norm (2.5) is for gradients, and reducer assign takes none" in mount.stderr()
     mount.control("clip_norm", 0)
     mount.control("reducer", "assign")
-    with raises(errno.EINVAL):
-        mount.control("clip_norm", 1)
+    fails(errno.EINVAL, mount.control, "clip_norm", 1)
     for value in ("-1", "nan", "inf", "much"):
-        with raises(errno.EINVAL):
-            mount.control("clip_norm", value)
+        fails(errno.EINVAL, mount.control, "clip_norm", value)
     assert mount.control("clip_norm") == "0"
     for name, value, default in [("clip_value", 0.5, 0), ("loss_scale", 8, 1)]:
-        with raises(errno.EINVAL):
-            mount.control(name, value)
+        fails(errno.EINVAL, mount.control, name, value)
         mount.control("reducer", "sum")
         mount.control(name, value)
-        with raises(errno.EINVAL):
-            mount.control("reducer", "assign")
+        fails(errno.EINVAL, mount.control, "reducer", "assign")
         mount.control(name, default)
         mount.control("reducer", "assign")
 
@@ -125,8 +112,7 @@ def test_elements_of_a_gradient_are_clipped(start_mount, reducer):
         size=SIZE, block_size=BLOCK, reducer=reducer, clip_value=0.25, learning_rate=1, learners=2, weight_decay=0.5,
         momentum=0, nonfinite="accept", timeout=20,
     )  # fmt: skip
-    for name in "ab":
-        mount.join(name)
+    mount.join(*"ab")
     generator = np.random.RandomState(3)
     weights = np.zeros(COUNT)
     for clip_norm in (0, 50):
@@ -157,8 +143,7 @@ def test_gradients_are_divided_by_the_loss_scale(start_mount):
             clip_value=0.0005, learners=2, timeout=200,
         )  # fmt: skip
         generator = np.random.RandomState(4)
-        for name in "ab":
-            mount.join(name)
+        mount.join(*"ab")
         norms = []
         for _ in range(3):
             for name in "ab":
@@ -170,18 +155,15 @@ def test_gradients_are_divided_by_the_loss_scale(start_mount):
         ends.append((mount.weights("a"), norms))
         assert min(norms) > 0.25
     assert ends[0] == ends[1]
-    with raises(errno.EINVAL):
-        mount.contribute(np.full(SIZE // 2, np.inf, "<f2"), learner="a")
+    fails(errno.EINVAL, mount.contribute, np.full(SIZE // 2, np.inf, "<f2"), learner="a")
 
 
 def test_nan_is_judged_before_the_norm(start_mount):
     """Refused, it is in no norm. Accepted, it is in every element, as with torch; Inf makes zeros of the others."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sgd", learning_rate=1, clip_norm=1, learners=2)
-    for name in "ab":
-        mount.join(name)
+    mount.join(*"ab")
     mount.contribute(np.full(COUNT, 2, "<f4"), learner="a")
-    with raises(errno.EINVAL):
-        mount.contribute(np.full(COUNT, np.nan, "<f4"), learner="b")
+    fails(errno.EINVAL, mount.contribute, np.full(COUNT, np.nan, "<f4"), learner="b")
     mount.contribute(np.full(COUNT, 0, "<f4"), learner="b")
     mount.catch_up()
     norm = math.sqrt(COUNT)
@@ -224,8 +206,7 @@ def test_a_clipped_run_is_the_same_on_any_shards(start_mount, cluster):
     alone = run(start_mount(**settings))
     assert min(alone[0]) > 3
     for shards in (1, 2, 3):
-        one = cluster(shards)
-        one.create(**settings)
+        one = cluster(shards, **settings)
         assert run(one.mount()) == alone, f"{shards} shards"
 
 
@@ -235,8 +216,7 @@ def test_a_gradient_below_the_limit_is_not_changed(start_mount):
     for options in ({}, {"clip_norm": 1e30}):
         mount = start_mount(size=SIZE, block_size=BLOCK, reducer="adam", learners=2, **options)
         generator = np.random.RandomState(2)
-        for name in "ab":
-            mount.join(name)
+        mount.join(*"ab")
         for _ in range(3):
             for name in "ab":
                 mount.contribute(generator.standard_normal(COUNT).astype("<f4"), learner=name)

@@ -42,16 +42,6 @@ def squatter(address, way="mute", user=None):
         process.wait(300)
 
 
-@pytest.fixture
-def address():
-    """One that is free on this host."""
-    with socket.socket() as bound:
-        # Another socket that sets this can listen there, too; the system gives the port to nobody else.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", 0))
-        yield "127.0.0.1:%d" % bound.getsockname()[1]
-
-
 def trains(mount, steps=2):
     for step in range(1, steps + 1):
         mount.contribute(np.ones(3 * BLOCK // 4, "<f4"))
@@ -82,8 +72,7 @@ def test_a_process_that_has_taken_a_shards_name_keeps_no_mount_out(cluster, addr
 
 def test_a_shard_that_is_stopped_for_a_moment_is_waited_for(cluster):
     """Who does not answer at once may be the shard itself: then blocks go through shared memory after all."""
-    one = cluster(2)
-    one.create("m", size=3 * BLOCK, block_size=BLOCK, reducer="sum", lease=30)
+    one = cluster(2, size=3 * BLOCK, block_size=BLOCK, reducer="sum", lease=30)
     (other,) = [shard for shard in one.shards if shard.address != one.registry]
     threads = Threads()
     other.pause()

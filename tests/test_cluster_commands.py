@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 from cluster import Shard, end_listening, run
-from conftest import gradfs_binary, write_all
-from filetools import Threads, array, eventually, outcome, shows, takes
+from conftest import gradfs_binary, ran, write_all
+from filetools import array, eventually, killed, outcome, shows, takes
 
 SMALL = ("--size", "256KiB", "--block-size", "64KiB", "--reducer", "sum")
 
@@ -66,16 +66,6 @@ def nobody():
         yield "127.0.0.1:%d" % bound.getsockname()[1]
 
 
-@pytest.fixture
-def address():
-    """One that is free on this host."""
-    with socket.socket() as bound:
-        # Another socket that sets this can listen there, too; the system gives the port to nobody else.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", 0))
-        yield "127.0.0.1:%d" % bound.getsockname()[1]
-
-
 def commands(registry, tmp_path):
     (tmp_path / "mnt").mkdir(exist_ok=True)
     at = ("--registry", registry)
@@ -109,8 +99,7 @@ def test_status_tells_of_shards_and_models(cluster):
 
 
 def test_a_shard_that_is_stopped_with_blocks_says_what_is_lost(cluster):
-    one = cluster(2)
-    one.create("m", size="256KiB", block_size="64KiB", shards=1)
+    one = cluster(2, size="256KiB", block_size="64KiB", shards=1)
     owners = {shard["shard"]: len(shard["models"]) for shard in one.status()["shards"]}
     for shard in one.shards:
         assert shard.stop() == 0
@@ -120,8 +109,7 @@ def test_a_shard_that_is_stopped_with_blocks_says_what_is_lost(cluster):
 
 def test_delete_cuts_off_whoever_uses_it(cluster):
     """They get errors, and no hang; weights that are here stay readable; the name is free."""
-    one = cluster(2)
-    one.create("m", size="256KiB", block_size="64KiB", reducer="sum", timeout=1)
+    one = cluster(2, size="256KiB", block_size="64KiB", reducer="sum", timeout=1)
     mount = one.mount()
     mount.contribute(np.ones(4, "<f4"))
     held = open(mount.model / "weights", "rb", buffering=0)
@@ -146,8 +134,7 @@ def test_delete_cuts_off_whoever_uses_it(cluster):
 
 
 def test_create_refuses_what_cannot_be_and_leaves_nothing(cluster, tmp_path):
-    one = cluster(2)
-    one.create("m", size="256KiB", block_size="64KiB", reducer="sum")
+    one = cluster(2, size="256KiB", block_size="64KiB", reducer="sum")
     # The coordinator takes a moment to reach the other shard.
     eventually(lambda: not any((m["coordinator"] or {}).get("unreachable") for m in one.ask(one.shards[0])["models"]))
     before = one.ask(one.shards[0])
@@ -165,8 +152,7 @@ def test_create_refuses_what_cannot_be_and_leaves_nothing(cluster, tmp_path):
 
 
 def test_a_shard_that_comes_later_takes_new_models(cluster):
-    one = cluster(1)
-    one.create("m", size="256KiB", block_size="64KiB", reducer="sum")
+    one = cluster(1, size="256KiB", block_size="64KiB", reducer="sum")
     mount = one.mount(models=["m"])
     added = one.add_shard()
     one.create("n", size="256KiB", block_size="64KiB", reducer="sum")
@@ -194,8 +180,7 @@ def test_new_models_go_to_shards_with_room_and_little_load(cluster):
 
 
 def test_a_drained_shard_takes_no_more_models(cluster):
-    one = cluster(3)
-    one.create("m", size="256KiB", block_size="64KiB", reducer="sum", shards=3)
+    one = cluster(3, size="256KiB", block_size="64KiB", reducer="sum", shards=3)
     drained = one.shards[1]
     said = one.run("drain", drained.address).stdout
     assert drained.address in said and "no more models" in said
@@ -308,8 +293,7 @@ def test_a_model_that_is_not_there_yet_keeps_no_mount_out(slow, tmp_path):
     assert sorted(os.listdir(mount.root)) == ["README", "there"]
     assert "still being created" in mount.stderr()
     refused(slow.run("mount", tmp_path, "coming"), "coming is still being created")
-    child.kill()
-    child.communicate(timeout=300)
+    killed(child)
     assert "not all blocks are there" in slow.run("status").stdout
     slow.proxies[0].rule = None
     assert slow.run("delete", "coming", timeout=300).returncode == 0
@@ -365,28 +349,6 @@ def test_status_tells_of_a_mount_and_of_one_model(cluster):
     refused(one.run("status", "/tmp"), "/tmp is in no mount of gradfs")
 
 
-def test_status_tells_of_a_mount_and_of_one_model__while_others_are_made_and_deleted(cluster):
-    one = cluster(1)
-    one.create("stays", *SMALL)
-    mount = one.mount()
-    threads, ends = Threads(), threading.Event()
-
-    def makes():
-        while not ends.is_set():
-            one.create("goes", *SMALL)
-            eventually((mount.root / "goes" / "version").exists, deadline=20)
-            assert one.run("delete", "goes").returncode == 0
-
-    made = threads.start(makes)
-    try:
-        for _ in range(20):
-            told = json.loads(one.run("status", mount.root, "--json").stdout)
-            assert "stays" in [model["model"] for model in told["models"]]
-    finally:
-        ends.set()
-    made.result(300)
-
-
 def test_status_tells_of_a_mount_and_of_one_model__in_one_process(start_mount, gradfs):
     mount = start_mount(size="64KiB", reducer="sum", name="policy")
     mount.join("a")
@@ -400,46 +362,30 @@ def test_status_tells_of_a_mount_and_of_one_model__in_one_process(start_mount, g
     assert f"learner a on {socket.gethostname()}: step 3" in shown and "steps/s, idle" in shown
 
 
-def test_a_registry_of_its_own_serves_shards(cluster, tmp_path):
-    registry = Shard(command="registry")
-    try:
-        shard = Shard("--registry", registry.address)
-        try:
+def test_a_registry_of_its_own_serves_shards(mnt):
+    with Shard(command="registry") as registry:
+        with Shard("--registry", registry.address) as shard:
             done = run("create", "m", *SMALL, "--registry", registry.address)
             assert done.returncode == 0, done.stderr
             status = json.loads(run("status", "--registry", registry.address, "--json").stdout)
             assert [s["address"] for s in status["shards"]] == [shard.address] and status["models"] == ["m"]
-        finally:
-            assert shard.stop() == 0
         # It has said good-bye.
         status = json.loads(run("status", "--registry", registry.address, "--json").stdout)
         assert status["shards"] == [] and status["models"] == ["m"]
-        (tmp_path / "mnt").mkdir()
-        refused(run("mount", tmp_path / "mnt", "--registry", registry.address), "m", "shard 1 is not there")
-    finally:
-        registry.clean_up()
+        refused(run("mount", mnt, "--registry", registry.address), "m", "shard 1 is not there")
 
 
 def test_a_shard_whose_own_address_is_the_registrys_becomes_the_registry(tmp_path, address):
     """One file for all; the file and the shard may name the host differently."""
-    port = address.rsplit(":", 1)[1]
-    config = tmp_path / "cluster.toml"
-    config.write_text(f'registry = "localhost:{port}"\nlisten = "127.0.0.1:0"\n')
-    first = Shard("--config", config, listen=address)
-    try:
-        assert "and is the registry" in first.stdout(), first.stdout()
-        second = Shard("--config", config)
-        try:
-            assert f"registry localhost:{port}" in second.stdout(), second.stdout()
-            status = json.loads(run("status", "--config", config, "--json").stdout)
-            assert [s["address"] for s in status["shards"]] == [first.address, second.address]
-        finally:
-            second.clean_up()
-    finally:
-        first.clean_up()
+    config, registry = tmp_path / "cluster.toml", "localhost:" + address.rsplit(":", 1)[1]
+    config.write_text(f'registry = "{registry}"\nlisten = "127.0.0.1:0"\n')
+    with Shard("--config", config, listen=address) as first, Shard("--config", config) as second:
+        assert "and is the registry" in first.stdout() and f"registry {registry}" in second.stdout()
+        status = json.loads(run("status", "--config", config, "--json").stdout)
+        assert [s["address"] for s in status["shards"]] == [first.address, second.address]
 
 
 def test_create_asks_the_registry_of_this_host():
     alone = ["unshare", "--map-root-user", "--net", gradfs_binary(), "create", "x", *SMALL]
-    done = subprocess.run(alone, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False)
+    done = ran(alone)
     refused(done, "the registry at localhost:7070 cannot be asked")

@@ -10,7 +10,9 @@ import time
 import numpy as np
 import pytest
 from conftest import pause
-from filetools import BLOCK, Threads, array, eventually, finish, go, hear, outcome, program, raises, shows, takes
+from filetools import (
+    BLOCK, Threads, array, eventually, finish, give, go, hear, killed, only, outcome, program, raises, takes
+)
 from test_metrics import Metrics
 
 SIZE = 8 * BLOCK + 1236
@@ -34,14 +36,35 @@ def proxied(cluster, **settings):
     return model(one, **settings), proxies
 
 
-def give(mount, value, learner=None):
-    mount.contribute(np.full(ELEMENTS, value, "<f4"), learner=learner)
+def begun(one):
+    """A mount whose own learner has made version 1."""
+    mount = one.mount()
+    give(mount, 1)
+    assert only(mount) == 1
+    return mount
 
 
-def only(mount, learner=None):
-    values = array(mount.place(learner) / "weights")
-    assert (values == values[0]).all(), f"torn: {sorted(set(values.tolist()))}"
-    return values[0]
+def two(one):
+    """Two mounts, of which one has joined as `a`, and the other one as `b`."""
+    mounts = one.mount(), one.mount()
+    for mount, name in zip(mounts, "ab"):
+        mount.join(name)
+    return mounts
+
+
+def both(a, b, value):
+    """A step of learner `a` on one mount, and of `b` on another."""
+    Threads().run(lambda: give(a, value, "a"), lambda: give(b, value, "b"))
+
+
+def hold(proxies, clients):
+    for proxy in proxies:
+        proxy.hold(lambda connection: connection.client in clients)
+
+
+def release(proxies):
+    for proxy in proxies:
+        proxy.release()
 
 
 @contextlib.contextmanager
@@ -85,12 +108,10 @@ wait()
 
 def test_killed_writer_leaves_no_half_step_on_a_network(cluster):
     one = model(cluster(2), learners=2, lease=15)
-    a, b = one.mount(), one.mount()
-    a.join("a"), b.join("b")
+    a, b = two(one)
     child = program(WRITER, a.place("a") / "gradients")
     hear(child)
-    child.kill()
-    child.communicate(timeout=300)
+    killed(child)
     eventually(lambda: "a" not in os.listdir(a.model / "learners"))
     give(b, 1, "b")
     assert only(b, "b") == 1, "the other goes on, and nothing of the killed one counts"
@@ -99,9 +120,8 @@ def test_killed_writer_leaves_no_half_step_on_a_network(cluster):
 def test_a_killed_mount_holds_the_others_up_for_the_lease_alone(cluster):
     """Its learners are gone after it; it can be mounted again, and learn under the same names."""
     one = model(cluster(2), learners=2)
-    a, b = one.mount(), one.mount()
-    a.join("a"), b.join("b")
-    Threads().run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+    a, b = two(one)
+    both(a, b, 1)
     with stays(b, "b"):
         os.kill(a.pid, signal.SIGKILL)
         a.process.wait(300)
@@ -112,7 +132,7 @@ def test_a_killed_mount_holds_the_others_up_for_the_lease_alone(cluster):
         with stays(again, "a", joins=True):
             again.catch_up()
             assert only(again) == 12
-            Threads().run(lambda: give(again, 100, "a"), lambda: give(b, 100, "b"))
+            both(again, b, 100)
             assert only(again, "a") == only(b, "b") == 212
 
 
@@ -125,195 +145,6 @@ def test_a_mount_that_is_idle_for_longer_than_the_lease_stays(cluster):
     os.write(fd, np.ones(ELEMENTS, "<f4").tobytes())
     os.close(fd)
     assert only(mount, "a") == 1
-
-
-@pytest.mark.parametrize("way", ["up", "down"])
-@pytest.mark.parametrize("harm", ["reset", "spoil", "cut short"])
-def test_damage_on_the_way_is_repaired(cluster, way, harm):
-    """A connection that is reset in mid-block, or brings a wrong byte: noticed, and repaired by a new one."""
-    one, proxies = proxied(cluster)
-    mount = one.mount()
-    give(mount, 1)
-    assert only(mount) == 1
-
-    def spoil(data):
-        return data[:-7] + bytes([data[-7] ^ 0x10]) + data[-6:]
-
-    harms = {"reset": lambda data: None, "spoil": spoil, "cut short": lambda data: data[: len(data) // 2]}
-    rules = [once(in_a_block(way), harms[harm]) for _ in proxies]
-    for proxy, (rule, _) in zip(proxies, rules):
-        proxy.rule = rule
-    with takes(0, 8):
-        give(mount, 10)
-        assert only(mount) == 11
-    assert all(done.is_set() for _, done in rules)
-    if harm == "spoil":
-        found = "refused by the shard: checksum of the " if way == "up" else "checksum of the "
-        assert found in mount.stderr(), mount.stderr()
-        assert any(found in shard.get("connection_lost_because", "") for shard in mount.status()["shards"])
-    give(mount, 100)
-    assert only(mount) == 111
-
-
-@pytest.mark.parametrize("way", ["up", "down"])
-@pytest.mark.parametrize("role", ["control", "coordinator"])
-def test_damage_on_the_way_is_repaired__of_messages(cluster, role, way):
-    """The end that finds the damage ends the connection, and does nothing else: no request takes it for its answer."""
-    one, proxies = proxied(cluster)
-    mount = one.mount()
-    give(mount, 1)
-    assert only(mount) == 1
-
-    def spoil(data):
-        return data[:-1] + bytes([data[-1] ^ 0x10])
-
-    rules = [once(lambda connection, direction, _: connection.role == role and direction == way, spoil) for _ in proxies]
-    for proxy, (rule, _) in zip(proxies, rules):
-        proxy.rule = rule
-    with takes(0, 8):
-        give(mount, 10)
-        assert only(mount) == 11
-    assert any(done.is_set() for _, done in rules)
-    give(mount, 100)
-    assert only(mount) == 111
-    assert mount.status()["state"] == "running" and one.coordinator("m")["contributions"] == 3
-
-
-class BlackHole:
-    """A rule: of the next block, on connections that there are, the first part passes, and nothing more ever. With
-    `crumbs`, what is short does: pings, and questions about the blocks. With `one`, that befalls one of the connections
-    that blocks go over; else all over which some go at once."""
-
-    AT_ONCE = 0.7
-    LOST = 9_000  # At least, of the block that is cut: more than crumbs fill up before its connection is given up.
-
-    def __init__(self, proxy, way, crumbs, one):
-        self.way, self.crumbs, self.one = way, crumbs, one
-        self.there = [connection for connection in list(proxy.connections) if connection.role == "data"]
-        self.stuck, self.swallowed, self.since = [], 0, None
-        self._lock = threading.Lock()
-
-    def __call__(self, connection, direction, data):
-        if direction != self.way or connection not in self.there:
-            return data
-        with self._lock:
-            if connection in self.stuck:
-                if self.crumbs and len(data) < 500:
-                    return data
-                self.swallowed += len(data)
-                return b""
-            over = self.stuck and (self.one or time.monotonic() > self.since + self.AT_ONCE)
-            cut = self._cut(data) if in_a_block(self.way)(connection, direction, data) and not over else None
-            if cut is not None:
-                self.since = self.since or time.monotonic()
-                self.stuck.append(connection)
-                self.swallowed += len(data) - cut
-                return data[:cut]
-        return data
-
-    def _cut(self, data):
-        """A place in the payload of one block, all of whose elements are equal, with `LOST` of its bytes behind it."""
-        for cut in range(1_000, len(data) - self.LOST, 1_000):
-            around = data[cut - 100 : cut + self.LOST]
-            if around[4:] == around[:-4]:
-                return cut
-        return None
-
-
-@pytest.mark.parametrize("way", ["up", "down"])
-@pytest.mark.parametrize("crumbs", [False, True], ids=["silence", "crumbs"])
-@pytest.mark.parametrize("one", [True, False], ids=["one", "all"])
-def test_a_block_of_which_the_rest_never_comes_is_sent_again(cluster, way, crumbs, one):
-    """Bytes are lost in the middle of a stream, by a relay that does not say so. What follows them, pings too, is taken
-    for the rest of the block: such a connection is never silent, and yet is replaced soon."""
-    world, proxies = proxied(cluster)
-    mount = world.mount()
-    give(mount, 1)
-    assert only(mount) == 1
-    holes = [BlackHole(proxy, way, crumbs, one) for proxy in proxies]
-    for proxy, hole in zip(proxies, holes):
-        proxy.rule = hole
-    with takes(2, 5.5):
-        give(mount, 10)
-        assert only(mount) == 11
-    assert all(hole.stuck and hole.swallowed for hole in holes)
-    log = mount.stderr() + "".join(shard.stderr() for shard in world.shards)
-    assert ", and then not " in log or "closed by the peer" in log, log
-    give(mount, 100)
-    assert only(mount) == 111
-
-
-def test_a_slow_connection_lives(cluster):
-    """A block takes longer than a peer may be silent, both ways: nobody takes it for lost as long as it moves on."""
-    size, rate, piece = 8 * BLOCK, 40_000, 2_000
-    one = cluster(0)
-    proxy = one.proxy()
-    one.add_shard(proxy=proxy)
-    one.create("m", size=size, block_size=size, reducer="sum", timeout=120, lease=60)
-    mount = one.mount()
-
-    def blocks():
-        return [connection for connection in proxy.connections if connection.role == "data"]
-
-    # The model has one block, so there is one.
-    eventually(lambda: len(blocks()) == 1)
-    there = blocks()
-
-    def slow(connection, direction, data):
-        if connection.role != "data":
-            return data
-        sink = connection.far if direction == "up" else connection.near
-        for start in range(0, len(data), piece):
-            sink.sendall(data[start : start + piece])
-            connection.passed[direction] += len(data[start : start + piece])
-            time.sleep(piece / rate)
-        return b""
-
-    proxy.rule = slow
-    with takes(2 * size / rate - 2, 100):
-        mount.contribute(np.ones(size // 4, "<f4"))
-        assert array(mount.model / "weights")[-1] == 1
-    assert blocks() == there, "a connection was given up"
-    assert one.coordinator("m")["contributions"] == 1
-
-
-def test_delay_is_no_failure(cluster):
-    one, proxies = proxied(cluster)
-    mount = one.mount()
-
-    def late(connection, direction, data):
-        time.sleep(0.02)
-        return data
-
-    for proxy in proxies:
-        proxy.rule = late
-    for step in range(1, 4):
-        give(mount, 1)
-        assert only(mount) == step
-
-
-@pytest.mark.parametrize("role", ["control", "data", "coordinator"])
-def test_connections_that_are_lost_again_and_again_lose_nothing(cluster, role):
-    one, proxies = proxied(cluster, lease=5)
-    mount = one.mount()
-    stop = threading.Event()
-
-    def disturb():
-        while not stop.wait(0.15):
-            for proxy in proxies:
-                proxy.reset(lambda connection: connection.role == role)
-
-    threads = Threads()
-    disturber = threads.start(disturb)
-    try:
-        for step in range(1, 11):
-            give(mount, 1)
-            assert only(mount) == step
-            time.sleep(0.03)
-    finally:
-        stop.set()
-        disturber.result(300)
-    assert one.coordinator("m")["contributions"] == 10
 
 
 def test_a_stopped_shard_holds_requests_up_until_their_deadlines(cluster):
@@ -342,31 +173,6 @@ def test_a_stopped_shard_holds_requests_up_until_their_deadlines(cluster):
         # Of those that timed out, each may have been taken, once.
         tens, hundreds = divmod(now - before - 1100, 100)[::-1]
         assert tens in (0, 10) and 0 <= hundreds < len(ends), (before, now, ends)
-
-
-def test_a_stopped_shard_holds_requests_up_until_their_deadlines__also_writes_of_new_weights(cluster):
-    # More than the buffers between a mount and a shard can hold.
-    size = 16 << 20
-    one = model(cluster(2), size=size, timeout=0.7, lease=5, reducer="assign")
-    mount, other = one.mount(), one.mount()
-    weights = mount.model / "weights"
-
-    def write(value):
-        return outcome(weights.write_bytes, np.full(size // 4, value, "<f4").tobytes())
-
-    assert write(1) == "done"
-    for value, shard in enumerate(one.shards, 2):
-        shard.pause()
-        with takes(0.5, 4):
-            assert write(10 * value) == "ETIMEDOUT"
-        assert only(mount) in (1, value - 1)
-        shard.resume()
-        eventually(lambda value=value: write(value) == "done", deadline=10)
-        assert only(mount) == value
-        eventually(lambda value=value: only(other) == value)
-    mount.join("a")
-    mount.contribute(np.full(size // 4, 7, "<f4"), learner="a")
-    assert only(mount, "a") == 7, "contributions are taken as well"
 
 
 def test_a_shard_that_was_stopped_for_longer_than_the_lease_lets_nobody_go(cluster):
@@ -417,24 +223,6 @@ def test_a_killed_shard_is_an_error_and_no_hang(cluster):
     eventually(lambda: mount.status()["state"] == "failed", deadline=5)
 
 
-def test_delete_cuts_off_whoever_uses_it__also_of_a_job_that_has_failed(cluster):
-    one = model(cluster(2), shards=2, timeout=200, lease=30)
-    mount = one.mount()
-    give(mount, 1)
-    assert only(mount) == 1
-    victim = next(shard for shard in one.shards if shard is not one.coordinator_shard("m"))
-    victim.kill()
-    one.add_shard(listen=victim.address)
-    has_failed(mount, deadline=15)
-    assert "waiting for shard" not in one.run("status").stdout and mount.status()["waits_for_shards"] == []
-    eventually(lambda: one.run("delete", "m").returncode == 0, deadline=20)
-    model(one)
-    # The mount shows the new model of the name.
-    eventually(lambda: shows(mount.model, 0), deadline=20)
-    give(mount, 1)
-    assert mount.stop() == 0
-
-
 def test_a_killed_coordinator_is_an_error_and_no_hang(cluster):
     one = model(cluster(2), timeout=1)
     mount = one.mount()
@@ -449,27 +237,6 @@ def test_a_killed_coordinator_is_an_error_and_no_hang(cluster):
         assert outcome(mount.control, "learning_rate", 1) in ("ETIMEDOUT", "EIO")
     assert array(mount.model / "weights")[0] == 1
     with takes(0, 8):
-        assert mount.stop() == 0
-
-
-def test_a_killed_coordinator_is_an_error_and_no_hang__of_a_job_that_has_failed(cluster):
-    one = model(cluster(3), timeout=200)
-    mounts = one.mount(), one.mount()
-    give(mounts[0], 1)
-    for mount in mounts:
-        eventually(lambda mount=mount: only(mount) == 1)
-    coordinator = one.coordinator_shard("m")
-    lost = next(shard for shard in one.shards[1:] if shard is not coordinator)
-    lost.kill()
-    one.add_shard(listen=lost.address)
-    for mount in mounts:
-        has_failed(mount, deadline=20)
-    coordinator.kill()
-    for mount in mounts:
-        eventually(lambda mount=mount: not all(shard["connected"] for shard in mount.status()["shards"]))
-        has_failed(mount)
-        with takes(0, 1), raises(errno.EIO):
-            mount.control("learning_rate", 0.5)
         assert mount.stop() == 0
 
 
@@ -516,22 +283,6 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cl
         assert mount.stop() == 0
 
 
-def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__also_beside_a_failed_write(cluster):
-    """The file of the write stays open. Its error is not that of later calls of the learner."""
-    one = model(cluster(2), timeout=1, lease=30)
-    mount = one.mount()
-    give(mount, 1)
-    assert only(mount) == 1
-    fd = os.open(mount.model / "gradients", os.O_WRONLY)
-    os.pwrite(fd, bytes(4), 0)
-    assert outcome(os.pwrite, fd, bytes(4), os.stat(fd).st_size) == "EFBIG"
-    coordinator = one.coordinator_shard("m")
-    coordinator.kill()
-    one.add_shard(listen=coordinator.address)
-    has_failed(mount, deadline=15)
-    assert outcome(os.close, fd) == "EFBIG", "what was refused here is said where it ends"
-
-
 def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__also_where_it_was_never_met(cluster):
     one = model(cluster(2), shards=1, timeout=200, lease=30)
     away, other = one.mount(), one.mount()
@@ -557,14 +308,12 @@ def test_a_partition_that_heals_loses_nothing(cluster):
     b = one.mount()
     a.join("a"), b.join("b")
     threads = Threads()
-    threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
-    for proxy in proxies:
-        proxy.hold(lambda connection: connection.client in of_a)
+    both(a, b, 1)
+    hold(proxies, of_a)
     waiting = [threads.start(give, a, 10, "a"), threads.start(give, b, 10, "b")]
     time.sleep(0.6)
     assert not any(future.done() for future in waiting[:1])
-    for proxy in proxies:
-        proxy.release()
+    release(proxies)
     for future in waiting:
         future.result(300)
     assert only(a, "a") == only(b, "b") == 22
@@ -578,28 +327,25 @@ def test_a_partition_for_longer_than_the_lease_excludes(cluster):
     b = one.mount()
     a.join("a"), b.join("b")
     threads = Threads()
-    threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+    both(a, b, 1)
     with stays(b, "b"):
-        for proxy in proxies:
-            proxy.hold(lambda connection: connection.client in of_a)
+        hold(proxies, of_a)
         with takes(0, LEASE + 3):
             give(b, 10, "b")
             assert only(b, "b") == 12
-        for proxy in proxies:
-            proxy.release()
+        release(proxies)
         eventually(lambda: "a" not in os.listdir(a.model / "learners"), deadline=10)
         assert a.weights() == b.weights()
         a.join("a")
-        threads.run(lambda: give(a, 100, "a"), lambda: give(b, 100, "b"))
+        both(a, b, 100)
         assert only(a, "a") == only(b, "b") == 212
 
 
 def test_below_min_learners_the_job_stops_on_all_mounts(cluster):
     one = model(cluster(2), learners=2, min_learners=2, lease=15)
-    a, b = one.mount(), one.mount()
-    a.join("a"), b.join("b")
+    a, b = two(one)
     threads = Threads()
-    threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+    both(a, b, 1)
     a.leave("a")
     eventually(lambda: b.status()["state"] == "stopped", deadline=3)
     with takes(0, 2), raises(errno.ECANCELED):
@@ -608,7 +354,7 @@ def test_below_min_learners_the_job_stops_on_all_mounts(cluster):
     eventually(lambda: only(a) == 2, deadline=3)
     a.join("a")
     eventually(lambda: b.status()["state"] != "stopped", deadline=3)
-    threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+    both(a, b, 1)
     assert only(b, "b") == 4
 
 
@@ -620,12 +366,10 @@ def test_a_reader_that_is_cut_off_keeps_its_version_and_catches_up(cluster):
     reader = one.mount()
     held = {client for proxy in proxies for client in proxy.clients()} - before
     eventually(lambda: only(reader) == 1, deadline=3)
-    for proxy in proxies:
-        proxy.hold(lambda connection: connection.client in held)
+    hold(proxies, held)
     give(a, 1)
     assert only(a) == 2 and only(reader) == 1
-    for proxy in proxies:
-        proxy.release()
+    release(proxies)
     eventually(lambda: only(reader) == 2, deadline=6)
 
 
@@ -667,8 +411,7 @@ def cut_off(one, proxies):
     its = {client for proxy in proxies for client in proxy.clients()} - before
 
     def cut():
-        for proxy in proxies:
-            proxy.hold(lambda connection: connection.client in its)
+        hold(proxies, its)
 
     def mend():
         for proxy in proxies:
@@ -676,23 +419,6 @@ def cut_off(one, proxies):
             proxy.release()
 
     return mount, cut, mend
-
-
-def test_a_learner_whose_last_process_exits_leaves_after_linger__also_while_its_mount_is_cut_off(cluster):
-    one, proxies = proxied(cluster, learners=2, timeout=200, lease=20, linger=1)
-    b = one.mount()
-    a, cut, mend = cut_off(one, proxies)
-    a.join("a"), b.join("b")
-    child = program("fd = os.open(argv[0], os.O_WRONLY)\nsay('open')\nwait()", a.place("a") / "gradients")
-    hear(child)
-    cut()
-    finish(child)
-    time.sleep(0.5)
-    mend()
-    give(b, 1, "b")
-    with takes(0, 6):
-        assert array(b.place("b") / "weights")[0] == 1
-    eventually(lambda: "a" not in os.listdir(a.model / "learners"))
 
 
 def test_leases_expire__but_not_of_a_learner_that_was_opened_while_its_mount_was_cut_off(cluster):
@@ -708,27 +434,6 @@ def test_leases_expire__but_not_of_a_learner_that_was_opened_while_its_mount_was
     os.write(fd, np.ones(ELEMENTS, "<f4").tobytes())
     os.close(fd)
     assert only(a, "a") == 1
-
-
-def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__on_all_mounts_and_by_the_command(cluster):
-    one = model(cluster(2), learners=2, timeout=200, lease=0)
-    a, b = one.mount(), one.mount()
-    a.join("slow"), b.join("b")
-    began = time.time()
-    give(b, 1, "b")
-    for mount in (a, b):
-        (late,) = eventually(lambda mount=mount: mount.status()["waits_for_learners"])
-        assert late["id"] == "slow" and began - 1 < late["since_unix_seconds"] < time.time() - 4
-    shown = one.run("status")
-    assert "m: waiting for" in shown.stdout and "s for learners: slow" in shown.stdout and shown.returncode == 0
-    (job,) = one.status()["jobs"]
-    assert job["waits_for_learners"]["learners"] == ["slow"]
-    coordinator = one.coordinator_shard("m")
-    for log in (a.stderr, b.stderr, coordinator.stderr):
-        eventually(lambda log=log: log().count("learners have been waiting for") == 1)
-    give(a, 1, "slow")
-    eventually(lambda: b.status()["waits_for_learners"] == [])
-    assert only(b, "b") == 2
 
 
 @pytest.mark.parametrize("which", ["the coordinator", "another"])
@@ -774,9 +479,7 @@ def test_a_job_that_waits_for_a_shard_says_for_which_and_since_when(cluster, whi
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_job_that_waits_for_a_shard_goes_on_when_it_is_there_again(cluster, which):
     one, proxies = proxied(cluster, timeout=200, lease=30)
-    mount = one.mount()
-    give(mount, 1)
-    assert only(mount) == 1
+    mount = begun(one)
     target, proxies[which].target = proxies[which].target, "127.0.0.1:1"
     proxies[which].reset()
     eventually(lambda: mount.status()["state"] == "waiting", deadline=6)

@@ -3,11 +3,11 @@
 import contextlib
 import os
 import socket
-import time
 
-import pytest
 from cluster import Cluster
-from test_cluster_bad_input import BLOCKS, NO_PLAN, World
+from filetools import eventually
+from strangers import BLOCKS
+from test_cluster_bad_input import NO_PLAN
 from wire import Peer
 
 MIB = 1 << 20
@@ -16,13 +16,6 @@ CONNECTIONS = 800
 KEPT = 64
 # Of one that says nothing, in what the shard keeps for it, kernel memory apart.
 EACH = 12 << 10
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = World()
-    yield world
-    world.end()
 
 
 def rss(pid):
@@ -39,13 +32,6 @@ def connections(pid):
     return count
 
 
-def until(true, deadline=300):
-    end = time.monotonic() + deadline
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_what_strangers_leave_behind_is_bounded__idle_connections():
     cluster = Cluster(1)
     try:
@@ -55,11 +41,11 @@ def test_what_strangers_leave_behind_is_bounded__idle_connections():
         def crowd():
             before = connections(shard.pid)
             peers = [socket.create_connection((host, int(port)), timeout=5) for _ in range(CONNECTIONS)]
-            until(lambda: connections(shard.pid) == before + KEPT)
+            eventually(lambda: connections(shard.pid) == before + KEPT)
             most = rss(shard.pid)
             for peer in peers:
                 peer.close()
-            until(lambda: connections(shard.pid) <= before)
+            eventually(lambda: connections(shard.pid) <= before)
             return most
 
         started = rss(shard.pid)
@@ -71,22 +57,6 @@ def test_what_strangers_leave_behind_is_bounded__idle_connections():
         assert rss(shard.pid) - left < 2 * MIB, "each crowd leaves something"
     finally:
         cluster.clean_up()
-
-
-def test_what_strangers_leave_behind_is_bounded__names(world):
-    before = rss(world.coordinator.pid)
-    asked = iter(range(1, 10_000))
-    with world.peer("control") as peer:
-        for at in range(40):
-            answer = peer.request("Join", f"{at:0>1000000}", request=next(asked), epoch=world.epoch)
-            assert answer.name == "Refused" and answer.fields[0] == "not allowed" and "64" in answer.fields[1]
-        for name in ("", ".x", "a/b", "a b", "x" * 65):
-            answer = peer.request("Join", name, request=next(asked), epoch=world.epoch)
-            assert answer.fields[0] == "not allowed", name
-        for name, value in [("x" * 65, "1"), ("learning_rate", "1" * 900_000), ("learning_rate", "y" * 60_000)]:
-            answer = peer.request("SetControl", name, value, request=next(asked), epoch=world.epoch)
-            assert answer.fields[0] == "Control" and len(answer.fields[1]) <= 1000
-    assert rss(world.coordinator.pid) - before < 16 * MIB
 
 
 def test_what_strangers_leave_behind_is_bounded__writes_of_weights():

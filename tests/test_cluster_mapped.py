@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, Threads, array, eventually, finish, go, hear, outcome, program, takes
+from filetools import BLOCK, Threads, eventually, finish, go, hear, only, outcome, program, takes
 
 # More than sockets hold between a mount and a shard that is stopped.
 SIZES = {"shm": 8 << 20, "tcp": 64 << 20}
@@ -50,12 +50,6 @@ def model(one, size, **settings):
 def other_than_the_coordinator(one):
     coordinator = one.coordinator_shard("m")
     return coordinator, next(shard for shard in one.shards if shard is not coordinator)
-
-
-def only(mount, learner=None):
-    values = array(mount.place(learner) / "weights")
-    assert (values == values[0]).all(), f"a mix: {sorted(set(values.tolist()))}"
-    return values[0]
 
 
 @DECLARES

@@ -1,6 +1,5 @@
 """The registry is restarted, and models are deleted while shards hang, as docs/operate/cluster.md promises it."""
 
-import os
 import signal
 import socket
 import threading
@@ -10,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from cluster import Shard
-from filetools import BLOCK, Threads, array, eventually, takes
+from filetools import BLOCK, Threads, eventually, give, takes
 from wire import HEADER_BYTES, MESSAGES, REGISTRY
 
 SIZE = 8 * BLOCK + 1236
-ELEMENTS = SIZE // 4
 # Shards speak to the registry every 2.5 s, and a mount or a command takes a moment.
 HEARD = 8
 
@@ -65,10 +63,6 @@ def model(one, name="m", **settings):
     return one
 
 
-def give(mount, value, learner=None):
-    mount.contribute(np.full(ELEMENTS, value, "<f4"), learner=learner)
-
-
 def shown(mount):
     values = np.frombuffer(mount.weights(), "<f4")
     assert (values == values[0]).all(), f"torn: {sorted(set(values.tolist()))}"
@@ -82,7 +76,7 @@ def addresses(one):
 
 def knows(one, *names):
     """Waits until the registry knows these models, and all shards that live."""
-    living = {shard.address for shard in one.shards if shard.process.poll() is None}
+    living = {shard.address for shard in one.shards if shard.running()}
 
     def all_there():
         status = one.status()
@@ -233,7 +227,6 @@ def test_a_coordinator_stays_with_the_shard_that_has_the_blocks(apart):
     anew = Shard("--advertise", proxy.address, "--registry", one.registry)
     one.shards[1] = anew
     proxy.target = anew.address
-    one._peers.clear()
     eventually(lambda: one.coordinator("m")["state"] == "failed", deadline=HEARD)
 
 
@@ -315,15 +308,11 @@ def test_a_hung_shard_drops_the_partition_of_a_deleted_model(apart):
     for hung in [next(shard for shard in one.shards if shard is not coordinator), coordinator]:
         if one.run("status").stdout.endswith("no models\n"):
             model(one)
-        hung.pause()
-        try:
+        with hung.paused():
             deleted = one.run("delete", "m", timeout=300)
             assert deleted.returncode == 0 and deleted.stdout == "gradfs: deleted m\n"
             said = [line for line in deleted.stderr.splitlines() if "not confirmed" in line]
             assert len(said) == 1 and hung.address in said[0], deleted.stderr
-        finally:
-            hung.resume()
-        one._peers.clear()
         eventually(lambda: one.ask(hung)["models"] == [], deadline=HEARD)
 
 
@@ -333,17 +322,13 @@ def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart, owners
     without."""
     one = model(apart(2), shards=owners)
     coordinator = one.coordinator_shard("m")
-    coordinator.pause()
-    try:
+    with coordinator.paused():
         assert one.run("delete", "m", timeout=300).returncode == 0
         one.table.anew()
         other = next(shard for shard in one.shards if shard is not coordinator)
         eventually(lambda: other.address in addresses(one).values(), deadline=HEARD)
         # Its record of deleted models goes with it.
         time.sleep(1)
-    finally:
-        coordinator.resume()
-    one._peers.clear()
     eventually(lambda: one.ask(coordinator)["models"] == [], deadline=2 * HEARD)
     assert one.status()["models"] == []
     model(one)
@@ -387,7 +372,6 @@ def test_a_shard_that_was_left_and_that_nobody_tells_gives_its_partition_up(apar
         assert drained.returncode == 1 and "does not answer" in drained.stderr, drained.stderr
     assert one.partition(coordinator, "m")["epoch"] == 2
     left.resume()
-    one._peers.clear()
     assert one.partition(left, "m")["epoch"] == 1
     eventually(lambda: one.ask(left)["models"] == [], deadline=30)
 
@@ -441,7 +425,7 @@ def test_a_port_that_is_taken_is_refused_soon(gradfs):
         assert done.returncode == 1 and "cannot listen" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.parametrize("size", ["1TiB", "17TiB", "100TiB", "4000TiB"])
+@pytest.mark.parametrize("size", ["1TiB", "4000TiB"])
 def test_a_model_of_any_size_is_refused_soon(cluster, size):
     """Before anything is made of so many blocks, or memory is taken."""
     one = cluster(1)
@@ -449,29 +433,3 @@ def test_a_model_of_any_size_is_refused_soon(cluster, size):
         done = one.run("create", "huge", "--size", size)
     assert done.returncode in (1, 2) and ("blocks" in done.stderr or "memory" in done.stderr), done.stderr
     assert one.ask(one.shards[0])["models"] == []
-
-
-def test_a_model_that_is_made_later_appears_in_mounts_and_goes_when_it_is_deleted__under_an_old_name(apart):
-    """Also before something answers at the old coordinator's address again, and after."""
-    one = model(apart(2), timeout=1)
-    mount = one.mount()
-    give(mount, 1)
-    assert shown(mount) == 1
-    coordinator = one.coordinator_shard("m")
-    coordinator.kill()
-    assert one.run("delete", "m").returncode == 0
-    small = ("m", "--size", "1MiB", "--block-size", "64KiB", "--reducer", "sum", "--shards", 1)
-    # The dead one is listed for a while, and chosen.
-    eventually(lambda: one.run("create", *small).returncode == 0, deadline=20)
-
-    def shows_the_new_one(value):
-        # The longer the shard is away, the more seldom the registry is asked.
-        eventually(lambda: os.stat(mount.model / "weights").st_size == 1 << 20)
-        mount.contribute(np.ones(1 << 18, "<f4"))
-        eventually(lambda: array(mount.model / "weights")[0] == value)
-
-    shows_the_new_one(1)
-    one.add_shard(listen=coordinator.address)
-    time.sleep(2)
-    shows_the_new_one(2)
-    assert mount.stop() == 0

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, Threads, array, eventually, filled, impatient, raises, takes
+from filetools import BLOCK, Threads, array, eventually, fails, filled, give, impatient, only, raises, takes
 
 # Not a multiple of the block, and blocks on every shard.
 SIZE = 5 * BLOCK + 1236
@@ -21,22 +21,10 @@ def job(cluster, request):
 
     def start(shards=2, mounts=2, **settings):
         options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, "lease": 10, **settings}
-        one = cluster(shards)
-        one.create("m", **options)
+        one = cluster(shards, **options)
         return one, [one.mount(transport=request.param) for _ in range(mounts)]
 
     return start
-
-
-def give(mount, value, learner):
-    mount.contribute(np.full(ELEMENTS, value, "<f4"), learner=learner)
-
-
-def only(mount, learner=None):
-    """What the learner's next open shows: its own step is in it."""
-    values = array(mount.place(learner) / "weights")
-    assert (values == values[0]).all(), f"torn: {sorted(set(values.tolist()))}"
-    return values[0]
 
 
 def test_mounts_share_a_job(job):
@@ -86,8 +74,7 @@ def test_learners_of_one_mount_cross_the_network_once(cluster):
     mount = one.mount()
     blocks = one.partition(shard, "m")["blocks"]
     names = [f"l{i}" for i in range(4)]
-    for name in names:
-        mount.join(name)
+    mount.join(*names)
     data = np.ones(16 * BLOCK // 4, "<f4")
     sent = lambda: sum(connection.passed["up"] for connection in proxy.connections)  # noqa: E731
     threads, before = Threads(), sent()
@@ -113,8 +100,7 @@ def test_a_mounts_own_learner_has_a_name_of_its_own(job):
 def test_a_name_is_used_once_in_all_mounts(job):
     _, (a, b) = job()
     a.join("x")
-    with raises(errno.EEXIST):
-        b.join("x")
+    fails(errno.EEXIST, b.join, "x")
     a.leave("x")
     b.join("x")
 
@@ -229,8 +215,7 @@ def test_settings_changed_on_one_mount_show_on_the_others(job):
     give(b, -4, None)
     assert only(b) == 1
     for mount in (a, b):
-        with raises(errno.EINVAL):
-            mount.control("consistency", "quorum(x)")
+        fails(errno.EINVAL, mount.control, "consistency", "quorum(x)")
     b.control("reducer", "sum")
     eventually(lambda: a.control("reducer") == "sum" == one.coordinator("m")["reducer"], deadline=2)
 

@@ -6,30 +6,12 @@ import os
 import signal
 import time
 
-import pytest
-
 from conftest import pause
 from daemons import BLOCK, GONE, ONE, child, die, is_mounted, small, up_refused
-from filetools import takes
+from filetools import raises, takes
 
 
-def test_a_dead_mount_is_taken_over(start_mount):
-    first = small(start_mount)
-    first.contribute(ONE)
-    die(first)
-    with pytest.raises(OSError) as caught:
-        os.listdir(first.root)
-    assert caught.value.errno in GONE
-    second = small(start_mount, root=first.root)
-    assert "dead gradfs" in second.stderr() and str(first.root) in second.stderr()
-    assert second.version() == 0
-    second.contribute(ONE)
-    assert second.wait_for_version(1) == 1
-    assert len(is_mounted(first.root)) == 1
-    assert second.stop() == 0
-
-
-def test_a_dead_mount_is_taken_over_while_in_use(start_mount, child):
+def test_the_end_of_the_daemon_is_no_hang__and_the_next_one_takes_its_place(start_mount, child):
     first = small(start_mount)
     holder = child(
         "w = os.open('weights', os.O_RDONLY); g = os.open('gradients', os.O_RDWR | os.O_DIRECT); v = os.open('version', os.O_RDONLY)\n"
@@ -42,9 +24,12 @@ def test_a_dead_mount_is_taken_over_while_in_use(start_mount, child):
         cwd=first.model,
     )
     die(first)
+    with raises(*GONE):
+        os.listdir(first.root)
     second = small(start_mount, root=first.root)
+    assert "dead gradfs" in second.stderr() and str(first.root) in second.stderr()
     second.contribute(ONE)
-    assert second.wait_for_version(1) == 1
+    assert second.wait_for_version(1) == 1 and len(is_mounted(first.root)) == 1
     out, err = (holder.process.stdin.write("go\n"), holder.process.stdin.flush(), holder.end())[2]
     lines = out.splitlines()
     assert len(lines) == 5, out + err
@@ -54,58 +39,35 @@ def test_a_dead_mount_is_taken_over_while_in_use(start_mount, child):
     assert not is_mounted(first.root)
 
 
-def test_many_dead_mounts_on_one_directory(start_mount):
-    first = small(start_mount)
-    mounts = [first]
-    for _ in range(4):
-        die(mounts[-1])
-        mounts.append(small(start_mount, root=first.root))
-    mounts[-1].contribute(ONE)
-    assert mounts[-1].wait_for_version(1) == 1
-    assert len(is_mounted(first.root)) == 1
-
-
-def test_a_dead_mount_is_unmounted(start_mount, gradfs, child):
+def test_the_end_of_the_daemon_is_no_hang__and_its_mount_goes_by_command(start_mount, gradfs, child):
     mount = small(start_mount)
     child("f = open('weights'); print('ready'); time.sleep(60)", cwd=mount.model)
     die(mount)
+    up_refused(gradfs, mount.root / "model", "is dead", f"gradfs unmount {mount.root}")
     done = gradfs("unmount", mount.root)
     assert done.returncode == 0, done
     assert not is_mounted(mount.root) and list(mount.root.iterdir()) == []
 
 
-def test_a_mountpoint_inside_a_dead_mount_is_refused(start_mount, gradfs):
-    mount = small(start_mount)
-    die(mount)
-    said = up_refused(gradfs, mount.root / "model", "is dead", f"gradfs unmount {mount.root}")
-    assert str(mount.root) in said
-
-
-def test_kill_of_the_daemon_fails_every_call_at_once(start_mount, child):
+def test_the_end_of_the_daemon_is_no_hang(start_mount, child):
     mount = small(start_mount, learners=2, timeout=200)
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
     mount.contribute(ONE, learner="a")
-    blocked = child(
-        "print('ready')\n"
-        "try: os.open(sys.argv[1], os.O_RDONLY); print(0)\n"
-        "except OSError as e: print(e.errno)",
-        mount.place("a") / "weights",
-    )
+    ends = "; print(0)\nexcept OSError as e: print(e.errno)\n"
+    blocked = child("print('ready')\ntry: os.open(sys.argv[1], os.O_RDONLY)" + ends, mount.place("a") / "weights")
     writer = child(
         "g = os.open(sys.argv[1], os.O_WRONLY); print('ready')\n"
         "try:\n"
         "    while True: os.pwrite(g, b'\\0' * 4, 0)\n"
         "except OSError as e: print(e.errno)\n"
-        "try: os.close(g); print(0)\n"
-        "except OSError as e: print(e.errno)",
+        "try: os.close(g)" + ends,
         mount.place("b") / "gradients",
     )
     poller = child(
         "import select\n"
         "v = os.open(sys.argv[1], os.O_RDONLY); os.read(v, 9); p = select.poll(); p.register(v, select.POLLIN | select.POLLPRI)\n"
         "print('ready'); p.poll(5000)\n"
-        "try: os.pread(v, 9, 0); print(0)\n"
-        "except OSError as e: print(e.errno)",
+        "try: os.pread(v, 9, 0)" + ends,
         mount.model / "version",
     )
     weights = os.open(mount.model / "versions/0/weights", os.O_RDONLY)
@@ -123,9 +85,8 @@ def test_kill_of_the_daemon_fails_every_call_at_once(start_mount, child):
         os.close(weights)
     with takes(0, 2):
         for act in [mount.weights, mount.version, lambda: os.mkdir(mount.place("c")), lambda: mount.contribute(ONE)]:
-            with pytest.raises(OSError) as caught:
+            with raises(*GONE):
                 act()
-            assert caught.value.errno in GONE
 
 
 # Started before the daemon is stopped: a new process first closes inherited descriptors, which asks the daemon.
@@ -141,7 +102,7 @@ def tell(child):
     child.process.stdin.flush()
 
 
-def test_stopped_daemon_hurts_only_while_it_is_stopped(start_mount, child):
+def test_the_end_of_the_daemon_is_no_hang__and_a_stop_hurts_only_while_it_lasts(start_mount, child):
     mount = small(start_mount)
     mount.contribute(ONE)
     waits = child(READ_WHEN_TOLD, mount.model / "version")
@@ -162,7 +123,7 @@ def test_stopped_daemon_hurts_only_while_it_is_stopped(start_mount, child):
     assert mount.wait_for_version(2) == 2
 
 
-def test_kill_of_a_stopped_daemon_frees_who_waits(start_mount, child):
+def test_the_end_of_the_daemon_is_no_hang__of_one_that_was_stopped(start_mount, child):
     mount = small(start_mount)
     waits = child(READ_WHEN_TOLD, mount.model / "version")
     pause(mount.pid)
@@ -172,7 +133,7 @@ def test_kill_of_a_stopped_daemon_frees_who_waits(start_mount, child):
     assert int(waits.end(timeout=300)[0]) in GONE
 
 
-def test_a_stopped_daemon_does_not_hang_who_wants_its_mountpoint(start_mount, gradfs):
+def test_the_end_of_the_daemon_is_no_hang__nor_for_who_wants_the_mountpoint_of_a_stopped_one(start_mount, gradfs):
     mount = small(start_mount)
     pause(mount.pid)
     try:

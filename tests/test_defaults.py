@@ -42,17 +42,6 @@ def test_defaults_are_torchs(start_mount):
             assert got == expected, reducer
 
 
-def test_defaults_are_torchs__and_what_is_set_stays(start_mount):
-    mount = start_mount(size="64KiB", learning_rate=0.001, reducer="adagrad")
-    assert mount.control("learning_rate") == "0.001"
-    mount.control("reducer", "adamw")
-    mount.control("weight_decay", 0.1)
-    mount.control("reducer", "adam")
-    assert (mount.control("learning_rate"), mount.control("weight_decay")) == ("0.001", "0.1")
-    mount.control("reducer", "sgd")
-    assert mount.control("weight_decay") == "0.1"
-
-
 def test_defaults_are_torchs__and_the_table_shows_them(start_mount):
     text = (REPOSITORY / "docs/use/settings.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text.split("## All control files")[1], re.MULTILINE)

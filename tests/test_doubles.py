@@ -56,26 +56,5 @@ def test_f64_models_train_in_double_precision(start_mount, model):
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_f64_models_train_in_double_precision__on_a_network(cluster, model, transport):
-    one = cluster(2)
-    one.create("m", model=model, reducer="sum", learners=2, block_size="64KiB")
+    one = cluster(2, model=model, reducer="sum", learners=2, block_size="64KiB")
     train([one.mount(transport=transport) for _ in "ab"])
-
-
-@pytest.mark.also_on_network
-@pytest.mark.parametrize("reducer", ["nesterov", "adamw"])
-def test_f64_models_train_in_double_precision__optimizers(start_mount, reducer):
-    """A learning rate is the decimal number that was written, in f64."""
-    mount = start_mount(size=8 * COUNT, dtype="f64", reducer=reducer, learning_rate=0.1, weight_decay=0)
-    generator = np.random.RandomState(3)
-    weights, m, v = np.zeros(COUNT), np.zeros(COUNT), np.zeros(COUNT)
-    for t in range(1, 6):
-        g = generator.standard_normal(COUNT)
-        mount.contribute(g.astype("<f8").tobytes())
-        if reducer == "nesterov":
-            m = g if t == 1 else 0.9 * m + g
-            weights -= 0.1 * (g + 0.9 * m)
-        else:
-            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-            weights -= 0.1 * m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
-    mount.catch_up()
-    np.testing.assert_allclose(np.frombuffer(mount.weights(), "<f8"), weights, rtol=1e-11, atol=1e-12)

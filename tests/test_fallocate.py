@@ -9,7 +9,9 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, SIZE, Threads, array, eventually, finish, go, hear, mounts, outcome, program, raises, takes
+from filetools import (
+    BLOCK, SIZE, Threads, array, eventually, fails, finish, go, hear, mounts, only, outcome, program, takes
+)
 
 mounted = mounts()
 also_on_network = pytest.mark.also_on_network
@@ -43,17 +45,10 @@ def sum_model(one, **settings):
     return one
 
 
-def only(mount, learner=None):
-    values = array((mount.place(learner) if learner else mount.model) / "weights")
-    assert (values == values[0]).all(), f"a mix: {sorted(set(values.tolist()))}"
-    return values[0]
-
-
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
-@TRANSPORTS
-@pytest.mark.parametrize("shards", [1, 2], ids=["one shard", "two shards"])
+@pytest.mark.parametrize("transport, shards", [("shm", 1), ("tcp", 2)])
 def test_final_bytes_travel_before_fsync(cluster, transport, shards):
     mount = sum_model(cluster(shards)).mount(transport=transport)
     fd, values = mapped(mount.model, BIG)
@@ -70,41 +65,7 @@ def test_final_bytes_travel_before_fsync(cluster, transport, shards):
     os.close(fd)
 
 
-@TRANSPORTS
-def test_final_bytes_travel_before_fsync__in_pieces_of_any_order(cluster, transport):
-    """Several calls complete a block, and what they say twice counts once."""
-    mount = sum_model(cluster(1)).mount(transport=transport)
-    fd, values = mapped(mount.model, BIG)
-    values[:] = 1
-    before = pushed(mount)
-    for at in reversed(range(0, BIG, BLOCK // 2)):
-        os.posix_fallocate(fd, at, BLOCK // 2)
-        os.posix_fallocate(fd, at + 10, 100)
-    os.posix_fallocate(fd, 0, BIG)
-    eventually(lambda: pushed(mount) >= before + BIG - KEPT, deadline=15)
-    os.fsync(fd)
-    assert only(mount, mount.own()) == 1 and pushed(mount) == before + BIG
-    os.close(fd)
-
-
-@TRANSPORTS
-def test_final_bytes_travel_before_fsync__in_ranges_that_overlap(cluster, transport):
-    """Each call begins amid the one before, and blocks travel once."""
-    mount = sum_model(cluster(1)).mount(transport=transport)
-    fd, values = mapped(mount.model, BIG)
-    for step in range(1, 4):
-        before = pushed(mount)
-        values[:] = 1
-        for at in range(0, BIG - BLOCK, BLOCK):
-            os.posix_fallocate(fd, at, 2 * BLOCK)
-        eventually(lambda: pushed(mount) >= before + BIG - KEPT, deadline=15)
-        os.fsync(fd)
-        assert only(mount, mount.own()) == step and pushed(mount) == before + BIG
-    os.close(fd)
-
-
-@TRANSPORTS
-@pytest.mark.parametrize("is_shared", [False, True], ids=["two mounts", "one mount"])
+@pytest.mark.parametrize("transport, is_shared", [("shm", False), ("tcp", True)], ids=["two mounts", "one mount"])
 def test_final_bytes_travel_before_fsync__beside_others_that_write(cluster, transport, is_shared):
     """In a job of two, blocks of a mount go once all of its learners have them."""
     one = sum_model(cluster(1), learners=2)
@@ -169,18 +130,14 @@ def test_what_fallocate_refuses_changes_nothing(mounted):
     values[:] = 1
     size = os.fstat(fd).st_size
     for offset, length in [(0, SIZE + 1), (SIZE, 1), (1 << 40, 1), (SIZE - 1, 2)]:
-        with raises(errno.EFBIG):
-            os.posix_fallocate(fd, offset, length)
+        fails(errno.EFBIG, os.posix_fallocate, fd, offset, length)
         assert os.fstat(fd).st_size == size == os.stat(mount.model / "weights").st_size
     assert "outside the model" in (mount.model / "error").read_text()
     for mode in [1, 2 | 1, 0x10, 0x10 | 1]:
-        with raises(errno.EOPNOTSUPP):
-            fallocate(fd, mode, 0, BLOCK)
+        fails(errno.EOPNOTSUPP, fallocate, fd, mode, 0, BLOCK)
     for length in [0, -1]:
-        with raises(errno.EINVAL):
-            os.posix_fallocate(fd, 0, length)
-    with raises(errno.EINVAL):
-        os.posix_fallocate(fd, -1, 4)
+        fails(errno.EINVAL, os.posix_fallocate, fd, 0, length)
+    fails(errno.EINVAL, os.posix_fallocate, fd, -1, 4)
     # None of that has turned it off.
     fallocate(fd, 0, 0, SIZE)
     assert mount.version() == 0
@@ -196,12 +153,10 @@ def test_fallocate_is_for_mapped_gradients(mounted):
     place = mount.join("a")
     for path in [mount.model / "gradients", place / "gradients", mount.model / "device", mount.model / "control/linger"]:
         fd = os.open(path, os.O_WRONLY)
-        with raises(errno.EINVAL):
-            os.posix_fallocate(fd, 0, 4)
+        fails(errno.EINVAL, os.posix_fallocate, fd, 0, 4)
         os.close(fd)
     fd = os.open(mount.model / "device", os.O_RDWR)
-    with raises(errno.EINVAL):
-        os.posix_fallocate(fd, 0, SIZE)
+    fails(errno.EINVAL, os.posix_fallocate, fd, 0, SIZE)
     os.close(fd)
     assert mount.version() == 0
     fd, values = mapped(place)
@@ -233,7 +188,7 @@ def test_fallocate_is_answered_at_once(cluster):
     os.close(fd)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@TRANSPORTS
 def test_final_bytes_that_change_count_either_way(cluster, transport):
     """For that learner alone: each of its bytes is old or new, and the others' are as they were written."""
     one = sum_model(cluster(1), learners=2)
@@ -262,8 +217,7 @@ def test_nan_in_final_bytes_is_reported_at_fsync(mounted):
         writes = os.open(places[1] / "gradients", os.O_WRONLY)
         os.write(writes, np.full(SIZE // 4, 2, "<f4"))
         closes = Threads().start(os.close, writes)
-        with raises(errno.EINVAL):
-            os.fsync(fd)
+        fails(errno.EINVAL, os.fsync, fd)
         assert "NaN or Inf" in (places[0] / "error").read_text()
         assert mount.version() == step - 1
         values[step * BLOCK // 4] = 1
@@ -271,30 +225,6 @@ def test_nan_in_final_bytes_is_reported_at_fsync(mounted):
         os.fsync(fd)
         closes.result(300)
         assert mount.version() == step and only(mount, "a") == 3 * step
-    os.close(fd)
-
-
-@TRANSPORTS
-def test_nan_in_final_bytes_is_reported_at_fsync__after_other_blocks_have_travelled(cluster, transport):
-    """The plan that has them is dropped, and nothing of it counts."""
-    mount = sum_model(cluster(1)).mount(transport=transport)
-    fd, values = mapped(mount.model, BIG)
-    for step in range(1, 4):
-        before = pushed(mount)
-        values[:] = 1000
-        os.posix_fallocate(fd, 0, BIG // 2)
-        eventually(lambda: pushed(mount) >= before + BIG // 2 - KEPT, deadline=15)
-        values[BIG // 8 + 1] = np.nan
-        os.posix_fallocate(fd, BIG // 2, BIG // 4)
-        time.sleep(0.1)
-        assert mount.running() and mount.version() == step - 1
-        with raises(errno.EINVAL):
-            os.fsync(fd)
-        assert "NaN or Inf" in (mount.model / "error").read_text()
-        values[:] = step
-        os.posix_fallocate(fd, 0, BIG)
-        os.fsync(fd)
-        assert mount.version() == step and only(mount, mount.own()) == sum(range(step + 1))
     os.close(fd)
 
 
@@ -363,8 +293,7 @@ def test_a_write_takes_the_place_of_final_bytes(mounted):
         values[:] = 1000
         os.posix_fallocate(fd, 0, SIZE)
         os.pwrite(fd, np.full(BLOCK // 4, step, "<f4"), BLOCK)
-        with raises(errno.EINVAL):
-            os.posix_fallocate(fd, 0, SIZE)
+        fails(errno.EINVAL, os.posix_fallocate, fd, 0, SIZE)
         assert "write(2) was used" in (mount.model / "error").read_text()
         os.fsync(fd)
         assert mount.version() == step

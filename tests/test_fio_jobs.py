@@ -2,13 +2,11 @@
 
 import json
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, ran
 from filetools import BLOCK
-from patience import HANGS
 from test_nbd import export, uri_of
 
 JOBS = sorted(path for path in (REPOSITORY / "fio-jobs").glob("*.fio") if not path.name.startswith("kernel-"))
@@ -24,9 +22,7 @@ def test_a_job_of_fio_moves_the_whole_model(start_mount, tmp_path, job):
     uri = export(uri_of(mount), f"model/{'weights' if reads else 'gradients'}")
     parameters = {"GRADFS": mount.model, "BS": "64k", "NBD_URI": uri, "DEPTH": 4, "PARTS": 1, "PART": "100%", "FLUSH": 1}
     words = ["env", *(f"{name}={value}" for name, value in parameters.items()), "fio", "--output-format=json"]
-    done = subprocess.run(
-        [*words, *(["--readonly"] if reads else []), job], cwd=tmp_path, capture_output=True, text=True, timeout=HANGS, check=False
-    )
+    done = ran([*words, *(["--readonly"] if reads else []), job], cwd=tmp_path)
     assert done.returncode == 0, done
     (said,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     assert said["error"] == 0 and said["read" if reads else "write"]["io_bytes"] == SIZE, done

@@ -1,10 +1,9 @@
 """scripts/layers: which arrows between the files of made-up crates it sees, and which it refuses."""
 
-import subprocess
 import textwrap
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, ran
 
 SCRIPT = REPOSITORY / "scripts/layers"
 LOW_AND_HIGH = '[one]\nlayers = ["low", "high", "self"]'
@@ -38,7 +37,7 @@ class Tree:
     def check(self, *arguments):
         """(exit status, what it prints, errors last)."""
         command = [SCRIPT, "--root", self.root, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = ran(command)
         return done.returncode, done.stdout + done.stderr
 
     def passes(self, *arguments):
@@ -61,59 +60,58 @@ def tree(tmp_path):
     return tree
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "use crate::high::Thing;",
-        "use crate::{high::Thing};",
-        "use crate::{high::{Other, Thing as It}};",
-        "use super::high::Thing;",
-        "use super::{high::Thing};",
-        "use super::high::{self, Thing};",
-        "use super::high; fn f() { high::Thing; }",
-        "use crate::high as up; fn f() { up::Thing; }",
-        "use crate::high::*; fn f(t: Thing) {}",
-        "use crate::*; fn f() { high::Thing; }",
-        "pub use crate::high::Thing;",
-        "pub(crate) use super::high::Thing;",
-        "fn f(x: crate::high::Thing) {}",
-        "fn f() { super::high::Thing::new() }",
-        "fn f() -> Result<(), <super::high::Thing as A>::B> {}",
-        "mod inner { fn f() { super::super::high::Thing; } }",
-        "mod inner { use super::Thing; }\nuse crate::high::Thing;",
-        "fn f() { use crate::high::Thing::*; }",
-        "fn f() { 'a'; \"//\"; crate::high::Thing }",
-        "macro_rules! m { () => { $crate::high::Thing } }",
-        "#[cfg(not(test))]\nuse crate::high::Thing;",
-        '#[cfg(feature = "x")]\nuse crate::high::Thing;',
-        "#[arg(value_parser = crate::high::Thing::parse)]\nstruct A;",
-    ],
-)
-def test_an_arrow_upwards_is_refused(tree, code):
-    tree.crate({"low.rs": code, "high.rs": "pub struct Thing;\npub struct Other;"})
-    tree.refuses("one/src/low.rs -> one/src/high.rs: ", "Thing", "in one, low is below high")
+ARROWS = """
+use crate::high::Thing;
+use crate::{high::Thing};
+use crate::{high::{Other, Thing as It}};
+use super::{high::Thing};
+use super::high::{self, Thing};
+use super::high; fn f() { high::Thing; }
+use crate::high as up; fn f() { up::Thing; }
+use crate::high::*; fn f(t: Thing) {}
+use crate::*; fn f() { high::Thing; }
+pub(crate) use super::high::Thing;
+fn f(x: crate::high::Thing) {}
+fn f() -> Result<(), <super::high::Thing as A>::B> {}
+mod inner { fn f() { super::super::high::Thing; } }
+mod inner { use super::Thing; } use crate::high::Thing;
+fn f() { use crate::high::Thing::*; }
+fn f() { 'a'; "//"; crate::high::Thing }
+macro_rules! m { () => { $crate::high::Thing } }
+#[cfg(not(test))] use crate::high::Thing;
+#[cfg(feature = "x")] use crate::high::Thing;
+#[arg(value_parser = crate::high::Thing::parse)] struct A;
+""".strip().splitlines()
+NO_ARROWS = """
+// use crate::high::Thing;
+/// [`crate::high::Thing`]
+const A: &str = "crate::high::Thing"; const B: &str = r#"use crate::high::Thing;"#;
+pub(in crate::low) struct A;
+#[cfg(test)] use crate::high::Thing;
+#[cfg(test)] mod tests { use crate::high::Thing; }
+#[cfg(all(test, unix))] mod tests { use crate::high::Thing; }
+#[test] fn t() { crate::high::Thing; }
+use std::high::Thing; use ::high::Thing; fn f() { other.high::<Thing>() }
+""".strip().splitlines()
+
+
+def snippets(tree, codes):
+    """A crate with a file of each of these, all of them below `high`; the names of the files."""
+    names = [f"low{number}" for number in range(len(codes))]
+    tree.layers(f"[one]\nlayers = [{names}, 'high', 'self']")
+    files = {f"{name}.rs": f"{code}\n" for name, code in zip(names, codes)}
+    tree.crate({**files, "high.rs": "pub struct Thing;\npub struct Other;"})
+    return names
+
+
+def test_an_arrow_upwards_is_refused(tree):
+    names = snippets(tree, ARROWS)
+    tree.refuses(*(f"one/src/{name}.rs -> one/src/high.rs: " for name in names), "(in one, low0 is below high)")
     tree.passes("--circles")
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "// use crate::high::Thing;",
-        "/// [`crate::high::Thing`]\nfn f() {}",
-        'const A: &str = "crate::high::Thing";',
-        'const A: &str = r#"use crate::high::Thing;"#;',
-        "pub(in crate::low) struct A;",
-        "#[cfg(test)]\nuse crate::high::Thing;",
-        "#[cfg(test)]\nmod tests { use crate::high::Thing; }",
-        "#[cfg(all(test, unix))]\nmod tests { use crate::high::Thing; }",
-        "#[test]\nfn t() { crate::high::Thing; }",
-        "use std::high::Thing;",
-        "use ::high::Thing;",
-        "fn f() { other.high::<Thing>() }",
-    ],
-)
-def test_what_is_no_arrow_passes(tree, code):
-    tree.crate({"low.rs": code, "high.rs": "pub struct Thing;"})
+def test_what_is_no_arrow_passes(tree):
+    snippets(tree, NO_ARROWS)
     tree.passes()
 
 
@@ -124,28 +122,24 @@ def test_arrows_down_and_within_a_layer_pass(tree):
 
 
 def test_files_of_tests_have_no_arrows(tree):
-    tree.crate(
-        {
-            "low.rs": "#[cfg(test)]\nmod tests;\n#[cfg(test)]\nmod sim;\npub struct Low;",
-            "low/tests.rs": "mod more; use crate::high::Thing;",
-            "low/tests/more.rs": "use crate::high::Thing;",
-            "low/sim.rs": "use crate::high::Thing;",
-            "high.rs": "use crate::low::Low; pub struct Thing;",
-        }
-    )
+    tree.crate({
+        "low.rs": "#[cfg(test)]\nmod tests;\n#[cfg(test)]\nmod sim;\npub struct Low;",
+        "low/tests.rs": "mod more; use crate::high::Thing;",
+        "low/tests/more.rs": "use crate::high::Thing;",
+        "low/sim.rs": "use crate::high::Thing;",
+        "high.rs": "use crate::low::Low; pub struct Thing;",
+    })
     tree.passes()
 
 
 def test_a_circle_is_refused_whatever_its_layers(tree):
     tree.layers('[one]\nlayers = [["a", "b", "c", "d"], "self"]')
-    tree.crate(
-        {
-            "a.rs": "use crate::b::B; pub struct A;",
-            "b.rs": "pub struct B; fn f() { super::c::f() }",
-            "c.rs": "use crate::a::A; pub fn f() {}",
-            "d.rs": "use crate::a::A;",
-        }
-    )
+    tree.crate({
+        "a.rs": "use crate::b::B; pub struct A;",
+        "b.rs": "pub struct B; fn f() { super::c::f() }",
+        "c.rs": "use crate::a::A; pub fn f() {}",
+        "d.rs": "use crate::a::A;",
+    })
     tree.refuses(
         "one: 3 files use each other in a circle",
         "one/src/a.rs -> one/src/b.rs: B",
@@ -156,17 +150,15 @@ def test_a_circle_is_refused_whatever_its_layers(tree):
     assert status == 1 and "d.rs" not in said
 
 
-@pytest.mark.parametrize("use", ["use b::B;", "pub use b::B; fn g(b: B) {}", "fn g() { b::f() }"])
-def test_a_child_is_a_part_of_its_parent(tree, use):
+def test_a_child_is_a_part_of_its_parent(tree):
     tree.layers('[one]\nlayers = ["a", "self"]', '["one::a"]\nlayers = ["b", "self"]')
-    tree.crate(
-        {
+    for use in ("use b::B;", "pub use b::B; fn g(b: B) {}", "fn g() { b::f() }"):
+        tree.crate({
             "a.rs": f"mod b; pub struct A; pub struct Other; {use}",
             "a/b.rs": "mod c; use super::A; impl A {} pub struct B; pub fn f() { c::f() }",
             "a/b/c.rs": "use crate::a::{A, b::B}; impl A {} fn f(b: super::B, o: super::super::Other) {}",
-        }
-    )
-    tree.passes()
+        })
+        tree.passes()
 
 
 def test_children_of_one_parent_are_no_parts_of_each_other(tree):
@@ -178,27 +170,21 @@ def test_children_of_one_parent_are_no_parts_of_each_other(tree):
     tree.refuses("one: 2 files use each other in a circle")
 
 
-@pytest.mark.parametrize("code", ["fn g(b: B) {}", "fn g() { f() }", "fn g() { b::f() }", "fn g() { B::new() }"])
-def test_a_parent_that_uses_what_it_re_exports_is_judged(tree, code):
+def test_a_parent_that_uses_what_it_re_exports_is_judged(tree):
     tree.layers('[one]\nlayers = ["a", "self"]', '["one::a"]\nlayers = ["self", "b"]')
-    tree.crate(
-        {
-            "a.rs": f"mod b; pub use b::{{B, f}}; pub struct A; {code}",
-            "a/b.rs": "use super::A; pub struct B; pub fn f() {}",
-        }
-    )
-    tree.refuses("one/src/a.rs -> one/src/a/b.rs: ", "(in one::a, self is below b)")
+    for code in ("fn g(b: B) {}", "fn g() { f() }", "fn g() { b::f() }", "fn g() { B::new() }"):
+        sources = {"a.rs": f"mod b; pub use b::{{B, f}}; pub struct A; {code}"}
+        tree.crate({**sources, "a/b.rs": "use super::A; pub struct B; pub fn f() {}"})
+        tree.refuses("one/src/a.rs -> one/src/a/b.rs: ", "(in one::a, self is below b)")
 
 
 def test_a_circle_by_way_of_a_child_is_refused(tree):
     tree.layers('[one]\nlayers = [["a", "x"], "self"]')
-    tree.crate(
-        {
-            "a.rs": "mod b; use b::B; pub struct A;",
-            "a/b.rs": "use crate::x::X; pub struct B;",
-            "x.rs": "use crate::a::A; pub struct X;",
-        }
-    )
+    tree.crate({
+        "a.rs": "mod b; use b::B; pub struct A;",
+        "a/b.rs": "use crate::x::X; pub struct B;",
+        "x.rs": "use crate::a::A; pub struct X;",
+    })
     tree.refuses("one: 3 files use each other in a circle")
 
 
@@ -212,13 +198,11 @@ def test_a_module_that_uses_the_file_of_its_crate_is_judged(tree):
 
 def test_declarations_and_re_exports_of_a_parent_are_no_arrows(tree):
     tree.layers('[one]\nlayers = ["a", "self"]', '["one::a"]\nlayers = ["self", ["b", "c"]]')
-    tree.crate(
-        {
-            "a/mod.rs": "mod b; mod c; pub use b::B; pub use self::c::C; pub(crate) use b::f; pub struct A;",
-            "a/b.rs": "use super::{A, C}; pub struct B; pub fn f() {}",
-            "a/c.rs": "pub struct C; impl super::A {}",
-        }
-    )
+    tree.crate({
+        "a/mod.rs": "mod b; mod c; pub use b::B; pub use self::c::C; pub(crate) use b::f; pub struct A;",
+        "a/b.rs": "use super::{A, C}; pub struct B; pub fn f() {}",
+        "a/c.rs": "pub struct C; impl super::A {}",
+    })
     tree.passes()
 
 
@@ -251,9 +235,7 @@ def test_layers_within_a_module(tree):
     tree.crate(sources)
     tree.passes()
     tree.crate({**sources, "client/paths/deep.rs": "use crate::client::job::f;"})
-    tree.refuses(
-        "one/src/client/paths/deep.rs -> one/src/client/job.rs: f (in one::client, paths is below job)",
-    )
+    tree.refuses("one/src/client/paths/deep.rs -> one/src/client/job.rs: f (in one::client, paths is below job)")
 
 
 def test_a_module_may_be_in_another_layer_than_its_parent(tree):
@@ -299,21 +281,18 @@ def test_a_program_beside_a_library_uses_it(tree):
     tree.refuses("one/src/main.rs -> one/src/a.rs: f (in one, self is below a)")
 
 
-@pytest.mark.parametrize(
-    ("table", "complaint"),
-    [
+def test_a_list_that_is_wrong_is_refused(tree):
+    tree.crate({"low.rs": ""})
+    for table, complaint in [
         ("[one]\nlayers = ['low', 'low']", "one has low twice"),
         ("[one]\nlayer = ['low']", "one has layer; there are layers and allow"),
         ("[one]\nallow = ['low']", "which is not of the form"),
         ("[other]\nlayers = ['low']", "other is of no crate"),
         ("['one::low']\nlayers = ['self']", "one has no layers"),
         ("[one", "layers.toml: "),
-    ],
-)
-def test_a_list_that_is_wrong_is_refused(tree, table, complaint):
-    tree.layers(table)
-    tree.crate({"low.rs": ""})
-    tree.refuses(complaint)
+    ]:
+        tree.layers(table)
+        tree.refuses(complaint)
 
 
 def test_a_module_without_a_file_is_named(tree):

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from filetools import BLOCK, Threads, array, raises, write_safetensors
+from filetools import BLOCK, Threads, array, fails, write_safetensors
 
 # Two large tensors in several blocks, which end in the middle of one, and small ones in the block of others.
 TENSORS = {"a.weight": 3 * BLOCK // 4 + 1001, "a.bias": 77, "b.weight": 5 * BLOCK // 8 + 3, "b.bias": 5}
@@ -80,8 +80,7 @@ def test_lars_and_lamb_scale_the_step_of_each_tensor(start_mount, tmp_path, redu
     """Two learners, against NumPy. Gradients of different tensors differ by orders of magnitude, and the steps do not."""
     path, weights = model(tmp_path)
     mount = start_mount(model=path, reducer=reducer, tensors=rules, **SETTINGS)
-    for name in "ab":
-        mount.join(name)
+    mount.join(*"ab")
     other = rules[0].rpartition("=")[2] if rules else reducer
     reference = Reference(weights, lambda name: other if name.endswith("bias") else reducer)
     for pair in gradients(4):
@@ -112,16 +111,14 @@ def test_a_layerwise_run_is_the_same_on_any_shards(start_mount, cluster, tmp_pat
     settings = {**SETTINGS, "model": path, "reducer": reducer, "deterministic": True}
 
     def run(mount):
-        for name in "ab":
-            mount.join(name)
+        mount.join(*"ab")
         for pair in gradients(3):
             contribute(mount, pair)
         return mount.weights("a")
 
     alone = run(start_mount(**settings))
     for shards in (1, 2, 3):
-        one = cluster(shards)
-        one.create(**settings)
+        one = cluster(shards, **settings)
         assert run(one.mount()) == alone, f"{shards} shards"
 
 
@@ -131,8 +128,7 @@ def test_a_layerwise_job_goes_on_after_a_snapshot(start_mount, tmp_path, gradfs)
     pairs = list(gradients(4))
 
     def run(mount, part):
-        for name in "ab":
-            mount.join(name)
+        mount.join(*"ab")
         for pair in part:
             contribute(mount, pair)
         return mount
@@ -186,9 +182,7 @@ def test_a_layerwise_reducer_of_too_many_tensors_is_refused(start_mount, tmp_pat
     path = write_safetensors(tmp_path / "many.safetensors", tensors)
     mount = start_mount(model=path, reducer="sgd", block_size=BLOCK)
     control = mount.model / "control"
-    with raises(errno.EINVAL):
-        (control / "reducer").write_text("lars")
-    with raises(errno.EINVAL):
-        (control / "tensors").write_text("t1 reducer=lamb")
+    fails(errno.EINVAL, (control / "reducer").write_text, "lars")
+    fails(errno.EINVAL, (control / "tensors").write_text, "t1 reducer=lamb")
     assert (control / "reducer").read_text().strip() == "sgd"
     assert (control / "tensors").read_text().strip() == ""

@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from filetools import BLOCK, eventually, opened, outcome, ship_mapped
 from patience import Limit
-
-ONE = struct.pack("<f", 1.0)
-BLOCK = 64 << 10
+from refusals import ONE, small
 
 
 def usage(mount):
@@ -77,79 +76,116 @@ class Bounds:
         assert self.mount.wait_for_version(version + 1) == version + 1
 
 
-def small(start_mount, **options):
-    return start_mount(**{"size": BLOCK, "block_size": "64KiB", "reducer": "sum", **options})
-
-
-def cycle(path, flags, count, data=None):
-    for _ in range(count):
-        fd = os.open(path, flags)
+def opens(path, *flags, data=None):
+    for flag in flags:
+        fd = os.open(path, flag)
         if data:
             os.write(fd, data)
-        elif flags == os.O_RDONLY:
+        elif flag == os.O_RDONLY:
             os.read(fd, 16)
         os.close(fd)
 
 
-FILES = ["weights", "weights.safetensors", "tensors/weights.npy", "version", "status.json", "control/learning_rate", "versions/1/weights"]
+FILES = ["weights", "weights.safetensors", "tensors/weights.npy", "version", "status.json", "control/learning_rate", "versions/0/weights"]
 
 
-@pytest.mark.parametrize("way", ["passthrough", "no_passthrough"])
-def test_opening_to_read_leaks_nothing(start_mount, way):
-    mount = small(start_mount, no_passthrough=way == "no_passthrough")
-    mount.contribute(ONE)
+def reads(mount, _):
     for name in FILES:
-        cycle(mount.model / name, os.O_RDONLY, 200)
-    with Bounds(mount):
-        for name in FILES:
-            cycle(mount.model / name, os.O_RDONLY, times(10_000 if name in ("weights", "version") else 2_500))
+        opens(mount.model / name, os.O_RDONLY)
 
 
-@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_DIRECT], ids=["write_only", "read_write", "memory"])
-def test_opening_gradients_for_nothing_leaks_nothing(start_mount, flags):
-    mount = small(start_mount)
-    cycle(mount.model / "gradients", flags, 200)
-    with Bounds(mount):
-        cycle(mount.model / "gradients", flags, times(10_000))
-        cycle(mount.model / "device", flags, times(2_000))
-        assert mount.version() == 0
+def reads_through_the_daemon(mount, number):
+    reads(mount, number)
 
 
-@pytest.mark.parametrize("way", ["passthrough", "no_passthrough"])
-def test_contributions_leak_nothing(start_mount, way):
-    mount = small(start_mount, no_passthrough=way == "no_passthrough")
-    cycle(mount.model / "gradients", os.O_WRONLY, 200, ONE)
-    with Bounds(mount):
-        cycle(mount.model / "gradients", os.O_WRONLY, times(5_000), ONE)
-        cycle(mount.model / "gradients", os.O_WRONLY, times(5_000), ONE * (BLOCK // 4))
-    assert mount.version() == 201 + 2 * times(5_000)
+def opens_for_nothing(mount, _):
+    opens(mount.model / "gradients", os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_DIRECT)
+    opens(mount.model / "device", os.O_WRONLY)
+    assert mount.version() == 0
 
 
-@pytest.mark.parametrize("way", ["passthrough", "no_passthrough"])
-def test_publications_leak_nothing(start_mount, way):
-    """Opened for nothing, written, mapped and published, and mapped while others still are; looked up, too."""
-    mount = small(start_mount, reducer="assign", no_passthrough=way == "no_passthrough")
+def contributes(mount, number):
+    mount.contribute(ONE * (1 if number % 2 else BLOCK // 4))
+
+
+def publishes(mount, _):
+    """Opened for nothing, written, mapped and published, and looked up, too."""
     path = mount.model / "publish"
+    os.stat(path)
+    opens(path, os.O_WRONLY, os.O_RDWR)
+    opens(path, os.O_WRONLY, data=ONE)
+    with opened(path, os.O_RDWR | os.O_DIRECT) as fd, mmap.mmap(fd, BLOCK) as mapping:
+        mapping[:] = ONE * (BLOCK // 4)
+        os.fsync(fd)
 
-    def publish_mapped(count):
-        for _ in range(count):
-            fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-            with mmap.mmap(fd, BLOCK) as mapping:
-                mapping[:] = ONE * (BLOCK // 4)
-                os.fsync(fd)
-            os.close(fd)
 
-    def all_ways(count):
-        for _ in range(count):
-            os.stat(path)
-        cycle(path, os.O_WRONLY, count)
-        cycle(path, os.O_RDWR, count)
-        cycle(path, os.O_WRONLY, count, ONE)
-        publish_mapped(count)
+def is_refused(mount, _):
+    nan = struct.pack("<f", float("nan"))
+    for data in (nan, nan * (BLOCK // 4), bytes(BLOCK + 4)):
+        fd = os.open(mount.model / "gradients", os.O_WRONLY)
+        for call in (lambda: os.write(fd, data), lambda: os.close(fd)):
+            outcome(call)
+    for call in (
+        lambda: os.open(mount.model / "gradients", os.O_RDONLY), lambda: os.open(mount.model / "none", os.O_RDONLY),
+        lambda: os.open(mount.model / "weights.safetensors", os.O_WRONLY), lambda: os.mkdir(mount.model / "learners/.x"),
+        lambda: os.open(mount.model / "new", os.O_CREAT | os.O_WRONLY), lambda: os.mkdir(mount.model / "x"),
+        lambda: os.truncate(mount.model / "gradients", 5), lambda: os.stat(mount.model / "versions/777/weights"),
+    ):  # fmt: skip
+        with pytest.raises(OSError):
+            call()
 
-    all_ways(100)
+
+def sets(mount, number):
+    mount.control("learning_rate", number)
+    if number % 10 == 0:
+        mount.control("reducer", ["sum", "adam", "momentum"][number // 10 % 3])
+    mount.control("reducer", "sum")
+
+
+def learns(mount, number):
+    """One process plays all learners, as a launcher does."""
+    for name in ("a", f"a{number}"):
+        place = mount.join(name)
+        mount.contribute(ONE, learner=name)
+        (place / "status").read_text()
+        mount.weights(learner=name)
+        ship_mapped(place, ONE * (BLOCK // 4))
+        mount.leave(name)
+
+
+def polls(mount, number):
+    with opened(mount.model / "version", os.O_RDONLY) as fd:
+        os.read(fd, 16)
+        poller = select.poll()
+        poller.register(fd, select.POLLIN | select.POLLPRI)
+        assert poller.poll(0) == []
+        # For a while nothing is published: what pollers leave behind must stay bounded.
+        if number > 900 and number % 10 == 0:
+            mount.contribute(ONE)
+            assert poller.poll(5_000) != []
+
+
+def runs_dd(mount, _):
+    command = ["dd", "if=/dev/zero", f"of={mount.model}/gradients", "bs=64k", "count=1", "conv=notrunc", "status=none"]
+    subprocess.run(command, check=True, timeout=300)
+
+
+OFTEN = {
+    reads: 3_000, reads_through_the_daemon: 1_000, opens_for_nothing: 2_500, contributes: 8_000, publishes: 1_500, is_refused: 1_000, sets: 2_500, learns: 400,
+    polls: 4_000, runs_dd: 300,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("act", OFTEN, ids=lambda act: act.__name__)
+def test_nothing_is_left_behind_of_whoever(start_mount, act):
+    reducer, through = "assign" if act is publishes else "sum", act is reads_through_the_daemon
+    mount = small(start_mount, reducer=reducer, no_passthrough=through, size=BLOCK)
+    for number in range(20):
+        act(mount, number)
     with Bounds(mount):
-        all_ways(times(1_500))
+        for number in range(times(OFTEN[act])):
+            act(mount, number)
+    assert set(os.listdir(mount.model / "learners")) <= {"mount"}
 
 
 def test_the_memory_of_a_mapped_publication_goes_with_its_file(start_mount):
@@ -167,74 +203,11 @@ def test_the_memory_of_a_mapped_publication_goes_with_its_file(start_mount):
     assert maps() == 3
     for fd in fds:
         os.close(fd)
-    limit = Limit(5)
-    while maps() > 0 and not limit.over():
-        time.sleep(0.02)
-    assert maps() == 0
-
-
-def test_refused_contributions_leak_nothing(start_mount):
-    mount = small(start_mount)
-    nan = struct.pack("<f", float("nan"))
-
-    def refuse(data):
-        fd = os.open(mount.model / "gradients", os.O_WRONLY)
-        for call in (lambda: os.write(fd, data), lambda: os.close(fd)):
-            try:
-                call()
-            except OSError:
-                pass
-
-    for data in (nan, nan * (BLOCK // 4), bytes(BLOCK + 4)):
-        refuse(data)
-    version = mount.version()
-    with Bounds(mount):
-        for _ in range(times(700)):
-            for data in (nan, nan * (BLOCK // 4)):
-                refuse(data)
-        assert mount.version() == version
-
-
-def test_settings_leak_nothing(start_mount):
-    mount = small(start_mount)
-    for i in range(100):
-        mount.control("learning_rate", i)
-    with Bounds(mount):
-        for i in range(times(2_500)):
-            mount.control("learning_rate", i)
-            if i % 10 == 0:
-                mount.control("reducer", ["sum", "adam", "momentum"][i // 10 % 3])
-        mount.control("reducer", "sum")
-
-
-def test_refused_calls_leak_nothing(start_mount):
-    mount = small(start_mount)
-
-    def wrong():
-        for call in (
-            lambda: os.open(mount.model / "gradients", os.O_RDONLY),
-            lambda: os.open(mount.model / "weights.safetensors", os.O_WRONLY),
-            lambda: os.open(mount.model / "none", os.O_RDONLY),
-            lambda: os.open(mount.model / "new", os.O_CREAT | os.O_WRONLY),
-            lambda: os.mkdir(mount.model / "x"),
-            lambda: os.mkdir(mount.model / "learners/.x"),
-            lambda: os.truncate(mount.model / "gradients", 5),
-            lambda: os.stat(mount.model / "versions/777/weights"),
-        ):
-            with pytest.raises(OSError):
-                call()
-
-    for _ in range(50):
-        wrong()
-    with Bounds(mount):
-        for _ in range(times(1_000)):
-            wrong()
+    eventually(lambda: maps() == 0)
 
 
 def test_versions_leak_nothing_while_readers_come_and_go(start_mount):
     """Readers hold a version for a moment in every way there is."""
-    import mmap
-
     mount = small(start_mount, size=4 * BLOCK, retain=2)
     stop, failures = threading.Event(), []
 
@@ -288,7 +261,7 @@ def test_versions_leak_nothing_while_readers_come_and_go(start_mount):
 @pytest.mark.parametrize("where", ["tensors", "versions"])
 def test_a_tensor_that_was_open_while_a_version_came_frees_its_own(start_mount, where):
     """A reader that is one version behind each time: nothing is open at the end of a step."""
-    mount = small(start_mount, timeout=1)
+    mount = small(start_mount, size=BLOCK, timeout=1)
     for step in range(60):
         place = mount.model / "tensors" if where == "tensors" else mount.model / "versions" / str(step) / "tensors"
         fd = os.open(place / "weights.npy", os.O_RDONLY)
@@ -300,126 +273,6 @@ def test_a_tensor_that_was_open_while_a_version_came_frees_its_own(start_mount, 
         os.close(fd)
     assert mount.version() == 60
     assert settle(mount, {"versions": 3})["versions"] <= 3
-
-
-def test_readers_of_tensors_never_meet_estale(start_mount):
-    mount = small(start_mount, max_versions=64)
-    stop, failures = threading.Event(), []
-
-    def read():
-        while not stop.is_set():
-            try:
-                (mount.model / "tensors/weights.npy").read_bytes()
-            except OSError as error:
-                failures.append(error)
-
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    try:
-        for _ in range(40):
-            mount.contribute(ONE)
-    finally:
-        stop.set()
-        for reader in readers:
-            reader.join(300)
-    assert not failures, failures[:3]
-
-
-def test_versions_held_to_the_limit_are_given_back(start_mount):
-    mount = small(start_mount, max_versions=6, timeout=0.3)
-    for _ in range(3):
-        held = []
-        with pytest.raises(TimeoutError):
-            for _ in range(16):
-                held.append(os.open(mount.model / "weights", os.O_RDONLY))
-                mount.contribute(ONE)
-        assert "max_versions" in mount.stderr()
-        for fd in held:
-            os.close(fd)
-        mount.control("timeout", 10)
-        version = mount.version()
-        for _ in range(20):
-            mount.contribute(ONE)
-        assert mount.version() >= version + 20
-        assert mount.status()["version_buffers"]["existing"] <= 6
-        mount.control("timeout", 0.3)
-
-
-def learn(mount, name, data=ONE):
-    mount.join(name)
-    mount.contribute(data, learner=name)
-    (mount.place(name) / "status").read_text()
-    mount.weights(learner=name)
-    mount.leave(name)
-
-
-@pytest.mark.parametrize("names", ["one_name", "many_names"])
-def test_learners_that_join_and_leave_leak_nothing(start_mount, names):
-    """One process plays all of them, as a launcher does."""
-    mount = small(start_mount)
-    for i in range(20):
-        learn(mount, "a")
-    with Bounds(mount):
-        for i in range(times(500)):
-            learn(mount, "a" if names == "one_name" else f"a{i}")
-    assert os.listdir(mount.model / "learners") == ["mount"]
-
-
-def test_learners_that_map_their_gradients_leak_nothing(start_mount):
-    import mmap
-
-    mount = small(start_mount)
-
-    def once():
-        mount.join("a")
-        fd = os.open(mount.place("a") / "gradients", os.O_RDWR | os.O_DIRECT)
-        with mmap.mmap(fd, BLOCK) as memory:
-            memory[:4] = ONE
-            os.fsync(fd)
-        os.close(fd)
-        mount.leave("a")
-
-    for _ in range(20):
-        once()
-    with Bounds(mount):
-        for _ in range(200):
-            once()
-
-
-def test_polling_leaks_nothing(start_mount):
-    mount = small(start_mount)
-
-    def once(i):
-        fd = os.open(mount.model / "version", os.O_RDONLY)
-        os.read(fd, 16)
-        poller = select.poll()
-        poller.register(fd, select.POLLIN | select.POLLPRI)
-        assert poller.poll(0) == []
-        if i % 10 == 0:
-            mount.contribute(ONE)
-            assert poller.poll(5_000) != []
-        os.close(fd)
-
-    for i in range(20):
-        once(i)
-    with Bounds(mount):
-        for i in range(times(1_000)):
-            once(i)
-        mount.contribute(ONE)
-
-
-def test_polling_without_a_new_version_leaks_nothing(start_mount):
-    """Nothing is published: what the pollers left behind must stay bounded."""
-    mount = small(start_mount)
-    fd = os.open(mount.model / "version", os.O_RDONLY)
-    os.read(fd, 16)
-    with Bounds(mount):
-        for _ in range(times(6_000)):
-            poller = select.poll()
-            poller.register(fd, select.POLLIN | select.POLLPRI)
-            assert poller.poll(0) == []
-    os.close(fd)
 
 
 VICTIM = """
@@ -459,21 +312,7 @@ def test_killed_readers_and_writers_leak_nothing(start_mount):
         for _ in range(50):
             kill(1)
         assert mount.version() == 0
-        deadline = time.monotonic() + 300
-        while os.listdir(mount.model / "learners"):
-            assert time.monotonic() < deadline, "a killed learner is still in the job"
-            time.sleep(0.02)
-
-
-def test_processes_that_come_and_go_are_not_watched_for_ever(start_mount):
-    mount = small(start_mount)
-    command = ["dd", "if=/dev/zero", f"of={mount.model}/gradients", "bs=64k", "count=1", "conv=notrunc", "status=none"]
-    for _ in range(5):
-        subprocess.run(command, check=True, timeout=300)
-    with Bounds(mount):
-        for _ in range(100):
-            subprocess.run(command, check=True, timeout=300)
-    assert mount.version() == 106
+        eventually(lambda: not os.listdir(mount.model / "learners"))
 
 
 def test_mounting_again_and_again_leaves_nothing(tmp_path, gradfs):

@@ -10,7 +10,8 @@ import time
 
 import pytest
 from filetools import (
-    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, outcome, program, raises, shell, takes
+    BLOCK, SIZE, Threads, array, eventually, fails, filled, finish, go, hear, killed, outcome, program, raises, shell,
+    takes
 )
 from patience import Limit
 from test_metrics import Metrics
@@ -147,23 +148,9 @@ def test_patience_ends__of_who_stops_in_a_contribution(start_mount, shards, cons
         assert (weights == weights[0]).all() and 1 <= weights[0] <= 1 + timeouts, job
 
 
-@pytest.mark.parametrize("timeout", [0.7 * PATIENCE, 4 * PATIENCE])
-@pytest.mark.parametrize("length", [0, BLOCK])
-def test_patience_ends__while_another_opens_weights(start_mount, timeout, length):
-    """The stopped learner is a step behind: the other one's step is taken, and its next open waits."""
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=timeout, patience=PATIENCE)
-    mount.join("a"), mount.join("b")
-    holder = stopped(mount.place("a"), length)
-    mount.contribute(filled(mount, 1), learner="b")
-    assert tried(array, mount.place("b") / "weights")[1] < 3.5 * PATIENCE
-    assert (array(mount.place("b") / "weights") == 1).all()
-    eventually(lambda: not mount.place("a").exists())
-    assert continued(holder) == ("ENOTCONN" if length else "done")
-
-
 def test_patience_ends__before_those_who_wait_time_out(start_mount):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=3, patience=1)
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
     holder = stopped(mount.place("b"), SIZE, "ends it")
     mount.contribute(filled(mount, 1), learner="a")
     assert (array(mount.place("a") / "weights") == 65).all(), "what it had committed before counts"
@@ -171,37 +158,14 @@ def test_patience_ends__before_those_who_wait_time_out(start_mount):
         mount.contribute(filled(mount, 1), learner="a")
         assert (array(mount.place("a") / "weights") == 66).all()
     eventually(lambda: not mount.place("b").exists())
-    holder.kill()
-    holder.communicate(timeout=300)
-
-
-def test_patience_ends__not_while_nobody_waits(start_mount):
-    """Jobs whose stopped learner stays: it is alone, the other one does other things, or has given up early."""
-    options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "lease": PATIENCE}
-    alone, beside, impatient = (start_mount(timeout=timeout, **options) for timeout in (5, 5, 0.7 * PATIENCE))
-    holders = [stopped(mount.join("a"), length) for mount, length in zip((alone, beside, impatient), (4, BLOCK, BLOCK))]
-    beside.join("b")
-    impatient.join("b")
-    fd = os.open(beside.place("b") / "gradients", os.O_WRONLY)
-    with raises(errno.ETIMEDOUT):
-        impatient.contribute(f32(1), learner="b")
-    for _ in range(9):
-        time.sleep(0.25 * PATIENCE)
-        os.fsync(fd)
-        assert not array(beside.place("b") / "weights").any()
-    os.close(fd)
-    for mount, holder, name in zip((alone, beside, impatient), holders, ("alone", "beside", "impatient")):
-        assert mount.place("a").exists(), name
-        assert continued(holder) == "done", name
-        assert mount.wait_for_version(1) == 1, name
-        assert array(mount.model / "weights")[0] == 64, name
+    killed(holder)
 
 
 @pytest.mark.parametrize("consistency", ["async", "sync"])
 def test_leases_expire__of_who_has_closed_its_files_and_lives(start_mount, shards, consistency):
     """Where nobody would ever wait for it, as with async. Whoever has its files open stays there, too."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", consistency=consistency, lease=PATIENCE)
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
     fd = os.open(mount.place("b") / "gradients", os.O_WRONLY)
     os.write(fd, filled(mount, 1).tobytes())
     mount.contribute(filled(mount, 1), learner="a")
@@ -214,8 +178,7 @@ def test_leases_expire__of_who_has_closed_its_files_and_lives(start_mount, shard
     eventually(lambda: os.listdir(mount.model / "learners") == ["b"])
     os.close(fd)
     eventually(lambda: os.listdir(mount.model / "learners") == [])
-    with raises(errno.ENOTCONN):
-        mount.contribute(filled(mount, 1), learner="a")
+    fails(errno.ENOTCONN, mount.contribute, filled(mount, 1), learner="a")
 
 
 def test_others_wait_for_a_living_process_beyond_the_lease(start_mount):
@@ -223,7 +186,7 @@ def test_others_wait_for_a_living_process_beyond_the_lease(start_mount):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=0.5, lease=1)
     assert mount.control("patience") == "10", "ten leases, where only the lease is given"
     slow = program(STEP, mount.join("slow") / "gradients", "stays")
-    mount.join("b"), mount.join("unused")
+    mount.join("b", "unused")
     assert hear(slow) == "written"
     go(slow)
     assert hear(slow) == "closed"
@@ -242,7 +205,7 @@ def test_others_wait_for_a_living_process_beyond_the_lease(start_mount):
 
 def test_whoever_is_dropped_hears_why(start_mount):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, patience=1)
-    a, _ = mount.join("a"), mount.join("b")
+    a, _ = mount.join("a", "b")
     holder = program(DROPPED, a)
     assert hear(holder) == "written"
     mount.contribute(filled(mount, 1), learner="b")
@@ -266,7 +229,7 @@ def test_whoever_is_dropped_hears_why(start_mount):
 
 def test_whoever_is_dropped_hears_why__until_it_leaves_or_ends(start_mount):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, patience=1)
-    a, b, _ = mount.join("a"), mount.join("b"), mount.join("c")
+    a, b, _ = mount.join(*"abc")
     holders = [program(DROPPED, place) for place in (a, b)]
     assert [hear(holder) for holder in holders] == ["written"] * 2
     mount.contribute(filled(mount, 1), learner="c")
@@ -279,10 +242,9 @@ def test_whoever_is_dropped_hears_why__until_it_leaves_or_ends(start_mount):
     go(holders[0])
     assert hear(holders[0]) == "ENOENT " * 4 + "False"
     for holder in holders:
-        holder.kill()
-        holder.communicate(timeout=300)
+        killed(holder)
     # Nothing is left of it for others.
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
 
 
 # Contributes once, as one process.
@@ -313,7 +275,7 @@ def test_a_learner_whose_last_process_exits_leaves_after_linger__while_others_wa
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, lease=20)
     assert mount.control("linger") == "2"
     mount.control("linger", 1)
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
     one_step(mount.place("a"), then, status=1 if then == "fails" else 0)
     time.sleep(1.5)
     mount.contribute(filled(mount, 10), learner="b")
@@ -351,7 +313,7 @@ def test_a_learner_that_comes_back_within_linger_stays(start_mount):
 @pytest.mark.parametrize("case", ["a process lives", "another process lives", "a signal"])
 def test_a_learner_whose_last_process_exits_leaves_after_linger__and_no_other_one(start_mount, case):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=2, lease=20, linger=0)
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
     first = program(STEP, mount.place("a") / "gradients", "stays")
     assert hear(first) == "written"
     go(first)
@@ -362,8 +324,7 @@ def test_a_learner_whose_last_process_exits_leaves_after_linger__and_no_other_on
         os.close(fd)
         finish(first)
     elif case == "a signal":
-        first.kill()
-        first.communicate(timeout=300)
+        killed(first)
         eventually(lambda: not mount.place("a").exists(), deadline=2)
         return
     mount.contribute(filled(mount, 10), learner="b")
@@ -380,7 +341,7 @@ def test_a_learner_whose_last_process_exits_leaves_after_linger__and_no_other_on
 def test_what_exit_leaves_open_counts__though_the_learner_does_not_linger(start_mount):
     """A learner that leaves at once keeps its contribution."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, lease=20, linger=0)
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
     mount.contribute(filled(mount, 10), learner="b")
     code = "fd = os.open(argv[0], os.O_WRONLY)\nos.write(fd, bytes([0, 0, 128, 63]) * int(argv[1]))\nos._exit(0)"
     writer = program(code, mount.place("a") / "gradients", SIZE // 4)
@@ -396,24 +357,11 @@ def waited_for(mount):
     return scraped("gradfs_learners_waited_for", model=model), named
 
 
-def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__before_all_have_joined(start_mount):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, metrics="127.0.0.1:0")
-    mount.join("a")
-    mount.contribute(filled(mount, 1), learner="a")
-    assert mount.status()["waits_for_more_learners"] == 0
-    assert waited_for(mount) == (0, {})
-    eventually(lambda: mount.status()["waits_for_more_learners"] == 2, deadline=9)
-    assert mount.status()["waits_for_learners"] == []
-    assert waited_for(mount) == (2, {}), "nobody knows their names"
-    eventually(lambda: "s for 2 more to join (control/learners)" in mount.stderr())
-
-
 def test_after_5_s_of_waiting_it_is_said_who_is_waited_for(start_mount):
     mount = start_mount(
         size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=0, metrics="127.0.0.1:0"
     )
-    for name in ("a", "slow", "b"):
-        mount.join(name)
+    mount.join("a", "slow", "b")
     mount.contribute(filled(mount, 1), learner="a")
     began = time.time()
     mount.contribute(filled(mount, 1), learner="b")
@@ -451,20 +399,18 @@ wait()
 def test_the_first_step_of_a_process_that_has_opened_weights_may_take_longer_than_the_lease(start_mount, shards):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=1, patience=600)
     places = [mount.join(name) for name in ("slow", "killed", "b")]
-    slow, killed = (program(READER, place) for place in places[:2])
-    assert [hear(one) for one in (slow, killed)] == ["open"] * 2
+    slow, dies = (program(READER, place) for place in places[:2])
+    assert [hear(one) for one in (slow, dies)] == ["open"] * 2
     mount.contribute(filled(mount, 10), learner="b")
     time.sleep(3)
     assert all(place.exists() for place in places), "they compute their first gradients"
-    killed.kill()
-    killed.communicate(timeout=300)
+    killed(dies)
     eventually(lambda: not mount.place("killed").exists())
     go(slow)
     assert hear(slow) == "closed"
     assert (array(mount.place("b") / "weights") == 11).all()
     # Now it is one whose gradients were open.
-    slow.kill()
-    slow.communicate(timeout=300)
+    killed(slow)
     eventually(lambda: not mount.place("slow").exists())
 
 
@@ -473,8 +419,7 @@ def test_the_first_step_of_a_process_that_has_opened_weights_may_take_longer_tha
 ):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=1, patience=600)
     looked_at, refused, _ = (mount.join(name) for name in ("looked_at", "refused", "b"))
-    with raises(errno.EACCES):
-        os.open(refused / "weights", os.O_WRONLY)
+    fails(errno.EACCES, os.open, refused / "weights", os.O_WRONLY)
     look = f"while head -c 4 {looked_at}/weights > /dev/null; do sleep 0.05; done"
     looks = subprocess.Popen(["bash", "-c", look], stderr=subprocess.DEVNULL)
     mount.contribute(filled(mount, 1), learner="b")
@@ -486,7 +431,7 @@ def test_the_first_step_of_a_process_that_has_opened_weights_may_take_longer_tha
 
 def test_whoever_is_dropped_hears_why__if_it_has_only_opened_weights(start_mount):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, patience=1)
-    a, b = mount.join("a"), mount.join("b")
+    a, b = mount.join("a", "b")
     reader = program(READER, a, stderr=subprocess.PIPE)
     assert hear(reader) == "open"
     mount.contribute(filled(mount, 10), learner="b")

@@ -4,14 +4,14 @@ import re
 import subprocess
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, ran
 
 SCRIPT = REPOSITORY / "scripts/lines"
 
 
 def lines(root, *arguments):
     """{row: its numbers} of what the script prints."""
-    done = subprocess.run([SCRIPT, "--root", root, *arguments], capture_output=True, text=True, timeout=300)
+    done = ran([SCRIPT, "--root", root, *arguments])
     assert done.returncode == 0, done.stderr
     rows = (re.split(r"  +", line) for line in done.stdout.splitlines())
     return {row[0]: row[1:] for row in rows if row[0]}
@@ -38,43 +38,31 @@ def counted(crate, text):
     return int(lines(crate(it=text))["one::it"][0])
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("//! What it is.\n\n/// Does.\nfn f() {} // there\n", 1),
-        ("/* one\n /* two */\n fn hidden() {}\n*/ fn f() {}\n", 1),
-        ("fn f() {\n    /* a\n    comment */\n}\n", 2),
-        ('const A: &str = "// no comment";\nconst B: &str = "/*";\nfn f() {}\n// */\n', 3),
-        ('const A: &str = r#"" // "#;\n/* " */\nconst B: u8 = 1;\n', 2),
-        ('const A: &str = "a\n\n// of the string\n";\n', 3),
-        ("const A: char = '\"'; // \"\nconst B: char = '\\'';\nfn f<'a>(x: &'a str) {} // '\n", 3),
-        ("const A: &[u8] = b\"\\\"//\";\nconst B: u8 = b'\\\\';\n", 2),
-    ],
-)
-def test_comments_and_blank_lines_do_not_count(crate, text, count):
-    assert counted(crate, text) == count
+TEXTS = [
+    ("//! What it is.\n\n/// Does.\nfn f() {} // there\n", 1),
+    ("/* one\n /* two */\n fn hidden() {}\n*/ fn f() {}\nfn g() {\n    /* a\n    comment */\n}\n", 3),
+    ('const A: &str = "// no comment";\nconst B: &str = "/*";\nfn f() {}\n// */\n', 3),
+    ('const A: &str = r#"" // "#;\n/* " */\nconst B: u8 = 1;\nconst C: &str = "a\n\n// of the string\n";\n', 5),
+    ("const A: char = '\"'; // \"\nconst B: char = '\\'';\nfn f<'a>(x: &'a str) {} // '\n", 3),
+    ("const A: &[u8] = b\"\\\"//\";\nconst B: u8 = b'\\\\';\n", 2),
+]
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "#[cfg(test)]\nmod tests {\n    fn f() {}\n}\n",
-        "#[cfg(all(test, unix))]\npub(crate) mod tests {\n    fn f() {}\n}\n",
-        "#[test]\n#[should_panic]\nfn t() {\n    loop {}\n}\n",
-        "#[cfg(test)]\nuse a::{b, c};\n",
-        "#[cfg(test)]\nconst A: B = B {\n    c: [1; 2],\n};\n",
-        "#[cfg(test)]\nimpl A {\n    fn f(x: [u8; 3]) {}\n}\n",
-        "#[cfg(test)]\nconst fn f<A, B>() {\n}\n",
-        "#[cfg(test)]\nmacro_rules! m {\n    () => {};\n}\n",
-    ],
-)
-def test_what_is_there_for_tests_does_not_count(crate, tests):
-    assert counted(crate, tests + "fn product() {\n}\n") == 2
+def test_comments_and_blank_lines_do_not_count(crate):
+    for text, count in TEXTS:
+        assert counted(crate, text) == count, text
 
 
-@pytest.mark.parametrize("product", ["#[cfg(not(test))]", "#[cfg(any(test, unix))]", '#[cfg(feature = "test")]'])
-def test_what_other_builds_have_counts(crate, product):
-    assert counted(crate, product + "\nfn f() {\n}\n") == 3
+def test_what_is_there_for_tests_does_not_count(crate):
+    tests = [
+        "#[cfg(test)]\nmod tests {\n    fn f() {}\n}\n", "#[cfg(all(test, unix))]\npub(crate) mod more {\n    fn f() {}\n}\n",
+        "#[test]\n#[should_panic]\nfn t() {\n    loop {}\n}\n", "#[cfg(test)]\nuse a::{b, c};\n",
+        "#[cfg(test)]\nconst A: B = B {\n    c: [1; 2],\n};\n", "#[cfg(test)]\nimpl A {\n    fn f(x: [u8; 3]) {}\n}\n",
+        "#[cfg(test)]\nconst fn f<A, B>() {\n}\n", "#[cfg(test)]\nmacro_rules! m {\n    () => {};\n}\n",
+    ]  # fmt: skip
+    assert counted(crate, "fn product() {\n}\n".join([*tests, ""])) == 2 * len(tests)
+    for product in ("#[cfg(not(test))]", "#[cfg(any(test, unix))]", '#[cfg(feature = "test")]'):
+        assert counted(crate, product + "\nfn f() {\n}\n") == 3, product
 
 
 def test_test_only_parts_of_an_item_do_not_count(crate):
@@ -125,15 +113,12 @@ def test_a_revision_and_the_difference_from_it(crate):
     (root / "one/src/b.rs").unlink()
     assert lines(root, "HEAD")["one"] == ["2"]
     found = lines(root, "--against", "HEAD")
-    assert found["one"] == ["4", "2", "+2"]
-    assert found["one::a"] == ["3", "1", "+2"]
-    assert found["one::b"] == ["0", "1", "-1"]
-    assert found["one::c"] == ["1", "0", "+1"]
-    assert found["all"] == ["4", "2", "+2"]
+    assert found["one"] == found["all"] == ["4", "2", "+2"] and found["one::a"] == ["3", "1", "+2"]
+    assert found["one::b"] == ["0", "1", "-1"] and found["one::c"] == ["1", "0", "+1"]
     assert lines(root, "HEAD", "--against", "HEAD")["all"] == ["2", "2", "+0"]
 
 
 def test_a_source_that_is_none_is_named(crate):
     root = crate(a='const A: &str = "no end;\n')
-    done = subprocess.run([SCRIPT, "--root", root], capture_output=True, text=True, timeout=300)
+    done = ran([SCRIPT, "--root", root])
     assert done.returncode == 1 and "one/src/a.rs: line 1: a string has no end" in done.stderr

@@ -51,9 +51,7 @@ def settled(mount):
 
 def models(directory, count):
     data = np.ones(ELEMENTS, "<f4").tobytes()
-    return [
-        write_safetensors(directory / f"m{i}.safetensors", {"w": ("F32", (ELEMENTS,), data)}) for i in range(count)
-    ]
+    return [write_safetensors(directory / f"m{i}.safetensors", {"w": ("F32", (ELEMENTS,), data)}) for i in range(count)]
 
 
 def test_threads_and_memory_do_not_grow_with_models(start_mount, tmp_path):

@@ -1,6 +1,5 @@
 """What models take of memory: the accounts in `status.json`, and what is given back."""
 
-import mmap
 import os
 import subprocess
 import sys
@@ -8,8 +7,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import REPOSITORY, gradfs_binary
-from filetools import BLOCK, eventually
+from conftest import REPOSITORY, gradfs_binary, write_all
+from filetools import BLOCK, close, eventually, ship_mapped
 from patience import Limit
 
 # At the end: what the tests call by the same name is theirs.
@@ -97,8 +96,7 @@ def test_the_accounts_of_memory_add_up_to_what_the_kernel_says(group, start_moun
         group = group()
         mount = start_mount(**options)
     else:
-        one = cluster(1)
-        one.create("m", **options, wire="int8" if where == "int8" else "full")
+        one = cluster(1, **options, wire="int8" if where == "int8" else "full")
         group = group()
         mount = one.mount(transport="tcp" if where == "int8" else where)
     learners = learners(mount, group, count)
@@ -113,11 +111,7 @@ def test_the_accounts_of_memory_add_up_to_what_the_kernel_says(group, start_moun
 
 
 def contribute(directory, size):
-    fd = os.open(directory / "gradients", os.O_WRONLY)
-    try:
-        assert os.write(fd, bytes(size)) == size
-    finally:
-        os.close(fd)
+    write_all(directory / "gradients", bytes(size))
 
 
 @pytest.mark.parametrize("where", ["up", "tcp", "shm"])
@@ -128,8 +122,7 @@ def test_a_buffer_that_a_reader_made_necessary_goes_when_versions_do_without_it(
         mount = start_mount(**options)
         versions = lambda: mount.status()["memory"]["versions"]  # noqa: E731
     else:
-        one = cluster(1)
-        one.create("m", **options)
+        one = cluster(1, **options)
         mount = one.mount(transport=where)
         versions = lambda: one.partition(one.shards[0], "m")["memory"]["versions"]  # noqa: E731
     directory = mount.model / "learners" / "a"
@@ -141,8 +134,7 @@ def test_a_buffer_that_a_reader_made_necessary_goes_when_versions_do_without_it(
         held.append(os.open(mount.model / "weights", os.O_RDONLY))
     if where != "tcp":  # The mount shows what the shard has, and its readers hold that.
         assert versions() >= 4 * size
-    for fd in held:
-        os.close(fd)
+    close(*held)
     for version in range(4, 14):
         contribute(directory, size)
         assert mount.wait_for_version(version) == version
@@ -166,11 +158,7 @@ def test_a_learners_staging_goes_with_it_and_when_it_maps(start_mount):
         contribute(directory, size)
 
     def maps(directory):
-        fd = os.open(directory / "gradients", os.O_RDWR | os.O_DIRECT)
-        with mmap.mmap(fd, size) as memory:
-            memory[:] = bytes(size)
-            os.fsync(fd)
-        os.close(fd)
+        ship_mapped(directory, bytes(size))
 
     assert staging() == 0, "nobody has contributed"
     both(writes, writes)

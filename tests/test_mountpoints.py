@@ -1,68 +1,24 @@
-"""Where the daemon may mount."""
+"""Where the daemon may mount; what it finds there is told apart in fs-daemon/src/mountpoint."""
 
 import re
 import signal
 import subprocess
-import time
 
-from conftest import gradfs_binary, write_all
+from conftest import gradfs_binary, ran, write_all
 from daemons import ONE, as_root, is_mounted, small, up_refused
+from filetools import eventually
 
 
-def test_a_missing_mountpoint_is_named(gradfs, tmp_path):
-    up_refused(gradfs, tmp_path / "none", "does not exist", "mkdir -p")
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_file_is_no_mountpoint(gradfs, tmp_path):
-    path = tmp_path / "file"
-    path.write_text("kept")
-    up_refused(gradfs, path, "not a directory")
-    up_refused(gradfs, path / "below", "not a directory")
-    assert path.read_text() == "kept"
-
-
-def test_a_dangling_link_is_no_mountpoint(gradfs, tmp_path):
-    path = tmp_path / "link"
-    path.symlink_to(tmp_path / "none")
-    up_refused(gradfs, path, "does not exist")
-
-
-def test_a_directory_that_is_not_empty_is_no_mountpoint(gradfs, tmp_path):
-    (tmp_path / "precious").write_text("kept")
-    up_refused(gradfs, tmp_path, "not empty")
-    assert (tmp_path / "precious").read_text() == "kept"
-
-
-def test_a_link_to_a_directory_is_a_mountpoint(tmp_path):
-    real, link = tmp_path / "real", tmp_path / "link"
-    real.mkdir()
-    link.symlink_to(real)
-    process = subprocess.Popen(
-        [gradfs_binary(), "up", "--size", "64KiB", "--reducer", "sum", link], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while not (link / "model").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        write_all(link / "model/gradients", ONE)
-        assert (real / "model/version").read_text() == "1\n"
-        assert subprocess.run([gradfs_binary(), "unmount", link], timeout=300, check=False).returncode == 0
-        assert process.wait(300) == 0
-        assert link.is_symlink() and not is_mounted(real)
-    finally:
-        process.kill()
-        process.communicate()
-        if is_mounted(real):
-            subprocess.run(["umount", "-l", real], check=False)
-
-
-def test_mountpoint_is_inside_a_live_mount(start_mount, gradfs):
-    mount = small(start_mount)
-    up_refused(gradfs, mount.model / "control")
-    mount.contribute(ONE)
-    assert mount.wait_for_version(1) == 1
+def test_only_an_empty_directory_is_a_mountpoint(gradfs, tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("kept")
+    link.symlink_to(tmp_path / "none")
+    for path, word in [(tmp_path / "none", "mkdir -p"), (link, "does not exist"), (file, "not a directory"), (tmp_path, "not empty")]:
+        up_refused(gradfs, path, word)
+    assert file.read_text() == "kept" and not (tmp_path / "none").exists()
+    for path, word in [(tmp_path, "nothing is mounted"), (tmp_path / "none", "does not exist")]:
+        done = gradfs("unmount", path)
+        assert done.returncode == 1 and word in done.stderr and str(path) in done.stderr, done
 
 
 def test_a_mountpoint_may_have_odd_characters(start_mount, tmp_path):
@@ -73,68 +29,45 @@ def test_a_mountpoint_may_have_odd_characters(start_mount, tmp_path):
     assert mount.wait_for_version(1) == 1
 
 
-def test_a_mountpoint_in_use_is_refused(start_mount, gradfs):
-    mount = small(start_mount)
-    said = up_refused(gradfs, mount.root, "already mounted by", str(mount.pid), "gradfs unmount")
-    assert str(mount.root) in said
-    mount.contribute(ONE)
-    assert mount.wait_for_version(1) == 1
-
-
-def test_already_mounted_and_named_in_other_ways(start_mount, gradfs, tmp_path):
+def test_a_mountpoint_in_use_is_refused(start_mount, gradfs, tmp_path):
+    """However it is called."""
     mount = small(start_mount)
     link = tmp_path / "link"
     link.symlink_to(mount.root)
-    for name in [link, f"{mount.root}/", f"{mount.root}/../{mount.root.name}/."]:
+    for name in [mount.root, link, f"{mount.root}/", f"{mount.root}/../{mount.root.name}/."]:
         done = gradfs("up", "--size", "64KiB", name, timeout=300)
-        assert done.returncode == 1 and "already mounted by" in done.stderr, done
+        assert done.returncode == 1 and "already mounted by" in done.stderr and str(mount.pid) in done.stderr, done
+    up_refused(gradfs, mount.model / "control")
+    # Where a file is called gradfs, findmnt could take the source for it.
+    (tmp_path / "gradfs").touch()
+    (command,) = re.findall(r"hint: (findmnt .*) lists", gradfs("unmount", tmp_path).stderr)
+    listed = ran(command.split(), cwd=tmp_path)
+    assert str(mount.root) in listed.stdout, (command, listed)
     mount.contribute(ONE)
     assert mount.wait_for_version(1) == 1
 
 
-def test_of_several_that_race_for_a_mountpoint_one_wins(tmp_path):
-    for round_ in range(3):
-        mnt = tmp_path / f"m{round_}"
-        mnt.mkdir()
-        command = [gradfs_binary(), "up", "--size", "64KiB", "--reducer", "sum", mnt]
-        racers = [
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for _ in range(5)
-        ]
-        try:
-            deadline = time.monotonic() + 300
-            while sum(racer.poll() is None for racer in racers) > 1 or not (mnt / "model").exists():
-                assert time.monotonic() < deadline, [racer.poll() for racer in racers]
-                time.sleep(0.01)
-            winners = [racer for racer in racers if racer.poll() is None]
-            assert len(winners) == 1
-            for racer in racers:
-                if racer is not winners[0]:
-                    _, stderr = racer.communicate()
-                    assert racer.returncode == 1 and str(mnt) in stderr and "mounted" in stderr, stderr
-            assert len(is_mounted(mnt)) == 1
-            write_all(mnt / "model/gradients", ONE)
-            assert (mnt / "model/version").read_text() == "1\n"
-            winners[0].send_signal(signal.SIGTERM)
-            assert winners[0].wait(10) == 0
-            assert not is_mounted(mnt)
-        finally:
-            for racer in racers:
-                racer.kill()
-                racer.communicate()
-            while is_mounted(mnt):
-                subprocess.run(["umount", "-l", mnt], check=True)
-
-
-def test_the_hint_about_mounts_finds_them(start_mount, gradfs, tmp_path):
-    """Also where a file is called gradfs, which findmnt could take the source for."""
-    mount = small(start_mount)
-    (tmp_path / "gradfs").touch()
-    done = gradfs("unmount", tmp_path)
-    assert done.returncode == 1 and "nothing is mounted" in done.stderr, done
-    (command,) = re.findall(r"hint: (findmnt .*) lists", done.stderr)
-    listed = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert str(mount.root) in listed.stdout, (command, listed)
+def test_of_several_that_race_for_a_mountpoint_one_wins(mnt):
+    command = [gradfs_binary(), "up", "--size", "64KiB", "--reducer", "sum", mnt]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    racers = [subprocess.Popen(command, **pipes) for _ in range(5)]
+    try:
+        eventually(lambda: sum(racer.poll() is None for racer in racers) <= 1 and (mnt / "model").exists())
+        (winner,) = [racer for racer in racers if racer.poll() is None]
+        for racer in racers:
+            if racer is not winner:
+                _, stderr = racer.communicate()
+                assert racer.returncode == 1 and str(mnt) in stderr and "mounted" in stderr, stderr
+        assert len(is_mounted(mnt)) == 1
+        write_all(mnt / "model/gradients", ONE)
+        winner.send_signal(signal.SIGTERM)
+        assert winner.wait(300) == 0 and not is_mounted(mnt)
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.communicate()
+        while is_mounted(mnt):
+            subprocess.run(["umount", "-l", mnt], check=True)
 
 
 @as_root
@@ -170,10 +103,3 @@ def test_something_else_mounted_over_a_live_mount(start_mount, gradfs):
     assert mount.process.returncode == 0, mount.stderr()
     # Whatever is left must not stand in the way of the next one.
     small(start_mount, root=mount.root).contribute(ONE)
-
-
-def test_unmount_says_where_nothing_is_mounted(gradfs, tmp_path):
-    done = gradfs("unmount", tmp_path)
-    assert done.returncode == 1 and "nothing is mounted" in done.stderr and str(tmp_path) in done.stderr, done
-    done = gradfs("unmount", tmp_path / "none")
-    assert done.returncode == 1 and "does not exist" in done.stderr, done

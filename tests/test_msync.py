@@ -9,7 +9,9 @@ import threading
 
 import numpy as np
 import pytest
-from filetools import BLOCK, SIZE, Threads, array, eventually, finish, go, hear, impatient, mounts, outcome, program, raises
+from filetools import (
+    BLOCK, SIZE, Threads, array, eventually, fails, finish, go, hear, impatient, mounts, outcome, program, raises
+)
 
 mounted = mounts()
 
@@ -53,11 +55,10 @@ def test_msync_ships_mapped_gradients(mounted):
 
 def test_msync_ships_mapped_gradients__or_says_why_not(mounted):
     mount = mounted(learners=2, lease=0)
-    place, other = mount.join("a"), mount.join("b")
+    place, other = mount.join("a", "b")
     gradients = memmap(place / "gradients")
     gradients[:] = np.nan
-    with raises(errno.EINVAL):
-        gradients.flush()
+    fails(errno.EINVAL, gradients.flush)
     assert "NaN" in (place / "error").read_text()
     gradients[:] = 1
     gradients.flush()
@@ -73,8 +74,7 @@ def test_msync_ships_mapped_gradients__or_says_why_not(mounted):
     assert mount.version() == 2 and weights(mount, "a") == 15
     mount.leave("b")
     theirs[:] = 1
-    with raises(errno.ENOTCONN):
-        theirs.flush()
+    fails(errno.ENOTCONN, theirs.flush)
     mount.kill()
     gradients[:] = 1
     with raises(errno.ENOTCONN, errno.ECONNABORTED):
@@ -147,8 +147,7 @@ def test_msync_publishes_mapped_weights(mounted):
         published.flush()
         assert mount.version() == version and weights(mount) == version
     published[3] = np.nan
-    with raises(errno.EINVAL):
-        published.flush()
+    fails(errno.EINVAL, published.flush)
     assert "NaN" in (mount.model / "error").read_text() and mount.version() == 5
     with open(mount.model / "publish", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
         mapping[:] = published.tobytes()[:4] * (SIZE // 4)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ran
 
 from daemons import BLOCK, ONE, child
-from filetools import raises
+from filetools import fails
 
 # The mount is seen only in there, so what looks at it runs there too.
 PROLOGUE = f"""
@@ -34,7 +35,7 @@ def in_namespaces(child):
     def start(code, reducer, *flags):
         under = ["unshare", *flags, "--fork", "--kill-child"]
         try:
-            tried = subprocess.run([*under, "true"], capture_output=True, text=True, timeout=300, check=False)
+            tried = ran([*under, "true"])
         except FileNotFoundError:
             pytest.skip("unshare is not installed")
         if tried.returncode != 0:
@@ -47,8 +48,22 @@ def in_namespaces(child):
     return start
 
 
+@pytest.fixture
+def outside(in_namespaces):
+    """A mount in a PID namespace, seen from outside: its process, and its model."""
+
+    def start(reducer="sum"):
+        code = "sys.stdin.readline(); print(json.dumps(mount.stderr()))"
+        inside, path = in_namespaces(code, reducer, "--pid", "--mount", "--mount-proc")
+        # unshare itself is in the mount namespace, but not in the PID namespace.
+        return inside, Path(f"/proc/{inside.pid}/root{path}")
+
+    return start
+
+
 def end(process):
     """Its output to the end, as JSON."""
+    process.process.stdin.write("\n")
     out, err = process.end(timeout=300)
     assert process.process.returncode == 0, out + err
     return json.loads(out)
@@ -87,13 +102,9 @@ memory.close(); os.close(g); os.close(fd); os.close(before)
     assert said["right"] == [True] * 4, said
 
 
-def test_learners_that_the_daemon_cannot_see(in_namespaces):
+def test_learners_that_the_daemon_cannot_see(outside):
     """gradfs is in a PID namespace, and its learners are outside. They count, and one line says what gradfs cannot see."""
-    inside, path = in_namespaces(
-        "sys.stdin.readline(); print(json.dumps(mount.stderr()))", "sum", "--pid", "--mount", "--mount-proc"
-    )
-    # unshare itself is in the mount namespace, but not in the PID namespace.
-    model = Path(f"/proc/{inside.pid}/root{path}")
+    inside, model = outside()
     (model / "control/learners").write_text("2")
     for name in "ab":
         (model / "learners" / name).mkdir()
@@ -108,15 +119,13 @@ def test_learners_that_the_daemon_cannot_see(in_namespaces):
                 assert set(weights) == {2.0 * step}, f"step {step} as learner {name} sees it"
     os.close(mapped)
     assert (model / "version").read_text() == "3\n"
-    inside.process.stdin.write("\n")
     warnings = [line for line in end(inside).splitlines() if "PID namespace" in line]
     assert len(warnings) == 1 and "WARN" in warnings[0] and "what it has written" in warnings[0], warnings
 
 
-def test_a_program_that_starts_others_is_one_contribution_across_pid_namespaces(in_namespaces):
+def test_a_program_that_starts_others_is_one_contribution_across_pid_namespaces(outside):
     """gradfs is in a PID namespace, and its learners are outside: children close what they have inherited, and it ends nothing."""
-    inside, path = in_namespaces("sys.stdin.readline(); print(json.dumps(mount.stderr()))", "sum", "--pid", "--mount", "--mount-proc")
-    model = Path(f"/proc/{inside.pid}/root{path}")
+    inside, model = outside()
     (model / "learners/a").mkdir()
     gradients, whole = model / "learners/a/gradients", ONE * BLOCK
     for step in range(1, 4):
@@ -133,35 +142,29 @@ def test_a_program_that_starts_others_is_one_contribution_across_pid_namespaces(
     subprocess.run(["bash", "-c", script, "bash", model, str(BLOCK), gradients], check=True, timeout=300)
     weights = memoryview((model / "learners/a/weights").read_bytes()).cast("f")
     assert (model / "version").read_text() == "4\n" and set(weights) == {6.0}
-    inside.process.stdin.write("\n")
     end(inside)
 
 
 @pytest.mark.parametrize("name", ["weights", "publish"])
-def test_a_refused_file_is_refused_at_its_last_close__across_pid_namespaces(in_namespaces, name):
+def test_a_refused_file_is_refused_at_its_last_close__across_pid_namespaces(outside, name):
     """NumPy closes a duplicate at each tofile(), which ends what is written, and does not look at the outcome."""
-    inside, path = in_namespaces("sys.stdin.readline(); print(json.dumps(mount.stderr()))", "assign", "--pid", "--mount", "--mount-proc")
-    model = Path(f"/proc/{inside.pid}/root{path}")
+    inside, model = outside("assign")
     values = np.ones(BLOCK, "<f4")
     file = open(model / name, "wb")  # noqa: SIM115
     for part in np.split(values, 4):
         part.tofile(file)
-    with raises(errno.EINVAL):
-        file.close()
+    fails(errno.EINVAL, file.close)
     assert (model / "version").read_text() == "0\n"
     with open(model / name, "wb") as file:
         values.tofile(file)
     assert (model / "version").read_text() == "1\n" and (np.fromfile(model / "weights", "<f4") == 1).all()
-    inside.process.stdin.write("\n")
     end(inside)
 
 
-def test_a_redirection_into_a_setting_is_one_value__across_pid_namespaces(in_namespaces):
+def test_a_redirection_into_a_setting_is_one_value__across_pid_namespaces(outside):
     """A shell truncates, closes and then writes. The setting is never empty in between, which would be no value."""
-    inside, path = in_namespaces("sys.stdin.readline(); print(json.dumps(mount.stderr()))", "sum", "--pid", "--mount", "--mount-proc")
-    model = Path(f"/proc/{inside.pid}/root{path}")
+    inside, model = outside()
     for value in ("0.5", "0.25"):
         subprocess.run(["sh", "-c", 'echo "$1" > "$2"', "sh", value, model / "control/learning_rate"], check=True, timeout=300)
         assert (model / "control/learning_rate").read_text() == f"{value}\n"
-    inside.process.stdin.write("\n")
     assert not [line for line in end(inside).splitlines() if "learning_rate" in line]

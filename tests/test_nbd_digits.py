@@ -1,12 +1,12 @@
 """Training with one learner on the mount and one on a block device (docs/use/nbd.md)."""
 
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from filetools import Threads
 from test_nbd import FLUSH, READ, WRITE, Client
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -61,23 +61,7 @@ def test_a_learner_on_a_block_device_learns_as_one_on_the_mount(start_mount, tmp
     for name, other in [("files", train_digits.learner), ("device", lambda job, rank: learn_by_nbd(socket, job, rank))]:
         job = Job(Path(mount.root) / name)
         first = digits.configure(job)
-        failures = []
-
-        def run(learner, rank, job=job, failures=failures):
-            try:
-                learner(job, rank)
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [
-            threading.Thread(target=run, args=[train_digits.learner, 0]),
-            threading.Thread(target=run, args=[other, 1]),
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures
+        Threads().run(lambda: train_digits.learner(job, 0), lambda: other(job, 1))
         steps = EPOCHS * sum(1 for _ in digits.epoch_batches(*digits.load_data()[:2], job, 0))
         assert int((job.model / "version").read_text()) - first == steps
         trained.append((job.model / "weights").read_bytes())

@@ -6,8 +6,9 @@ from subprocess import PIPE
 
 import numpy as np
 import pytest
+from conftest import ran
 from filetools import BLOCK, eventually
-from test_nbd import CLIENTS, DISC, FLUSH, READ, TRIM, WRITE, ZEROES, Client, export, run, uri_of
+from test_nbd import CLIENTS, DISC, FLUSH, READ, TRIM, WRITE, ZEROES, Client, export, run, uri_of, opened, version
 
 pytestmark = pytest.mark.also_on_network
 
@@ -22,12 +23,6 @@ def served(start_mount, tmp_path):
     return start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=1, nbd=path), path
 
 
-def opened(path, name):
-    client = Client(path)
-    client.go(name)
-    return client
-
-
 def floats(value, count=SIZE // 4):
     return np.full(count, value, "<f4").tobytes()
 
@@ -35,10 +30,6 @@ def floats(value, count=SIZE // 4):
 def weights(mount):
     with open(mount.model / "weights", "rb") as file:
         return np.frombuffer(file.read(), "<f4")
-
-
-def version(mount):
-    return int((mount.model / "version").read_text())
 
 
 def read(client):
@@ -260,13 +251,7 @@ def test_clients_that_others_wrote_contribute(served, tmp_path):
     assert (weights(mount) == 2).all()
     bad = tmp_path / "bad"
     bad.write_bytes(floats(np.inf))
-    refused = subprocess.run(
-        ["qemu-io", "--image-opts", options, "-t", "none", "-c", f"write -s {bad} 0 {SIZE}", "-c", "flush"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    refused = ran(["qemu-io", "--image-opts", options, "-t", "none", "-c", f"write -s {bad} 0 {SIZE}", "-c", "flush"])
     assert refused.returncode or "Invalid argument" in refused.stdout + refused.stderr
     assert version(mount) == 2 and (weights(mount) == 2).all()
 

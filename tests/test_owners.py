@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from daemons import place_for_all  # noqa: F401
-from filetools import Threads, array, eventually, f32, raises
+from filetools import Threads, array, eventually, f32, fails
 
 NOBODY, OTHER = 65534, 65533
 
@@ -64,8 +64,7 @@ def test_learners_belong_to_whoever_made_them(mounted):
     assert as_user("os.rmdir(path + '/learners/one')", mount.model, user=OTHER, group=OTHER) == errno.EPERM
     assert as_user("os.rmdir(path + '/learners/one')", mount.model, groups=[OTHER]) == 0
     assert not place.exists()
-    with raises(errno.EPERM):
-        os.chown(mount.model / "weights", NOBODY, NOBODY)
+    fails(errno.EPERM, os.chown, mount.model / "weights", NOBODY, NOBODY)
 
 
 def test_a_killed_program_of_another_user_leaves_no_half_step(mounted):
@@ -183,6 +182,5 @@ def test_a_user_has_half_of_the_learners(mounted):
     assert as_user(makes, mount.model, 2, "c", user=OTHER) == 0
     mount.control("learners", 4)
     assert as_user(makes, mount.model, 1, "d") == 0
-    with raises(errno.EDQUOT):
-        mount.join("of-the-owner-and-one-too-many")
+    fails(errno.EDQUOT, mount.join, "of-the-owner-and-one-too-many")
     assert os.stat(mount.place("a0")).st_uid == NOBODY

@@ -1,14 +1,13 @@
 """What a build without optional parts says of them. scripts/test runs this with such a build."""
 
-import subprocess
 
 import pytest
-from conftest import gradfs_binary
+from conftest import gradfs_binary, ran
 
 
 def test_a_program_without_cuda_tells_how_to_build_one(tmp_path):
     up = [gradfs_binary(), "up", "--size", "1MiB", "--device", "cuda:0", tmp_path]
-    done = subprocess.run(up, capture_output=True, text=True, timeout=300)
+    done = ran(up)
     if "built without" not in done.stderr and gradfs_binary().parent.name != "plain":
         pytest.skip("this gradfs was built with CUDA")
     assert done.returncode != 0

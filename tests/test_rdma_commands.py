@@ -5,11 +5,10 @@ With devices it is looked at in tests/test_rdma_vm_commands.py.
 """
 
 import json
-import subprocess
 
 import pytest
-from cluster import Cluster, Shard, run
-from conftest import gradfs_binary
+from cluster import Shard, run
+from conftest import gradfs_binary, ran
 from test_cluster_commands import refused
 
 BUILD = "cargo build --release --features rdma"
@@ -24,13 +23,6 @@ def why_not():
     if json.loads(done.stdout)["devices"]:
         pytest.skip("this host has RDMA devices")
     return "there is no RDMA device"
-
-
-@pytest.fixture
-def cluster():
-    cluster = Cluster()
-    yield cluster
-    cluster.clean_up()
 
 
 def test_devices_are_listed_though_there_are_none(why_not):
@@ -53,37 +45,31 @@ def test_a_shard_that_must_take_rdma_does_not_start_without(why_not):
 @pytest.mark.parametrize("use", ["auto", "off"])
 def test_a_shard_that_need_not_is_silent_and_its_status_says_why(why_not, use):
     why = "--rdma off" if use == "off" else why_not
-    shard = Shard("--rdma", use, "-vv")
-    try:
+    with Shard("--rdma", use, "-vv") as shard:
         assert "rdma" not in shard.stdout().lower(), shard.stdout()
         assert "no RDMA: " in shard.stderr() and why in shard.stderr(), shard.stderr()
         [status] = json.loads(run("status", "--registry", shard.address, "--json").stdout)["shards"]
         assert why in status["rdma"].pop("unavailable"), status
         assert status["rdma"] == {"address": None, "device": None, "connections": 0, "hindered": False}
         assert "rdma" not in run("status", "--registry", shard.address).stdout
-    finally:
-        shard.clean_up()
 
 
 def test_a_device_that_is_named_is_missed_loudly(why_not):
     if "built" in why_not:
         pytest.skip("this build knows of no devices")
-    shard = Shard("--rdma-device", "mlx5_9")
-    try:
+    with Shard("--rdma-device", "mlx5_9") as shard:
         assert f"; no rdma: {why_not}" in shard.stdout(), shard.stdout()
         assert why_not in shard.stderr(), shard.stderr()
         assert f"no rdma: {why_not}" in run("status", "--registry", shard.address).stdout
-    finally:
-        shard.clean_up()
 
 
 def test_a_mount_that_must_go_by_rdma_does_not_go_otherwise(why_not, cluster, tmp_path):
-    cluster.create("m", size="256KiB", block_size="64KiB", reducer="sum")
-    done = run("mount", tmp_path, "--registry", cluster.registry, "--transport", "rdma")
+    one = cluster(1, size="256KiB", block_size="64KiB", reducer="sum")
+    done = run("mount", tmp_path, "--registry", one.registry, "--transport", "rdma")
     said = [BUILD] if "built" in why_not else ["takes no RDMA connections", "start it with --rdma on"]
     refused(done, *said)
     # There is no line if nobody could expect RDMA.
-    mount = cluster.mount(transport="auto", rdma_reads=4)
+    mount = one.mount(transport="auto", rdma_reads=4)
     [shard] = mount.status()["shards"]
     assert shard["transport"] == "shm" and "not_rdma_because" not in shard, shard
     assert "rdma" not in mount.stdout(), mount.stdout()
@@ -112,10 +98,7 @@ def test_a_complaint_names_the_source(tmp_path):
     refused(run("shard", "--config", config), config, "rdma_placement", "auto, static, dynamic", code=2)
     config.write_text('listen = "127.0.0.1:0"\nrdma_gid_indx = 3\n')
     refused(run("shard", "--config", config), "unknown key rdma_gid_indx", "did you mean rdma_gid_index?", code=2)
-    done = subprocess.run(
-        [gradfs_binary(), "shard", "--listen", "127.0.0.1:0"], env={"GRADFS_RDMA": "perhaps"}, capture_output=True,
-        text=True, timeout=300, check=False,
-    )
+    done = ran([gradfs_binary(), "shard", "--listen", "127.0.0.1:0"], env={"GRADFS_RDMA": "perhaps"})
     refused(done, "GRADFS_RDMA", "perhaps", "off, auto, on", code=2)
 
 

@@ -183,30 +183,6 @@ def test_no_read_is_torn(mounted):
     assert sum(rounds for rounds, _ in told) > 60 and min(versions for _, versions in told) > 5, told
 
 
-def test_no_read_is_torn__while_versions_are_made_by_two(mounted):
-    mount = mounted(learners=2, max_versions=6)
-    ones, stop, seen = filled(mount, 0.5), threading.Event(), set()
-    learners = [mount.join(name) for name in ("a", "b")]
-
-    def learn(place):
-        for step in range(60):
-            with open(place / "gradients", "wb", buffering=0) as file:
-                for at in range(0, len(ones), 30_000):
-                    file.write(ones[at : at + 30_000])
-            assert only_version(array(place / "weights")) >= step + 1
-
-    def watch():
-        while not stop.is_set():
-            seen.add(only_version(array(mount.model / "weights")))
-
-    threads = Threads()
-    watcher = threads.start(watch)
-    threads.run(*(lambda place=place: learn(place) for place in learners))
-    stop.set()
-    watcher.result(300)
-    assert mount.version() == 60 and len(seen) > 5
-
-
 def test_every_way_of_reading_is_the_same(mounted, tmp_path):
     mount = mounted()
     weights = mount.model / "weights"
@@ -241,7 +217,7 @@ def test_every_way_of_reading_is_the_same(mounted, tmp_path):
 
 def test_read_your_own_step(mounted):
     mount = mounted(learners=2)
-    a, b = mount.join("a"), mount.join("b")
+    a, b = mount.join("a", "b")
     ones = filled(mount, 1)
     threads = Threads()
     for step in range(1, 6):
@@ -256,39 +232,10 @@ def test_read_your_own_step(mounted):
         assert only_version(opened.result(300)) == 2 * step
 
 
-LEARNER = """
-import numpy as np
-place, steps = argv[0], int(argv[1])
-os.mkdir(place)
-say("joined"); wait()
-for step in range(1, steps + 1):
-    weights = np.fromfile(place + "/weights", "<f4")
-    # Each learner adds 1, and both see all that the step before made.
-    assert (weights == 2 * (step - 1)).all(), (step, weights[0])
-    with open(place + "/gradients", "wb") as file:
-        file.write(np.ones(len(weights), "<f4").tobytes())
-say(np.fromfile(place + "/weights", "<f4")[0])
-os.rmdir(place)
-"""
-
-
-def test_read_your_own_step__in_two_processes(mounted):
-    mount = mounted(learners=2)
-    learners = [program(LEARNER, mount.model / "learners" / str(i), 40) for i in range(2)]
-    for learner in learners:
-        hear(learner)
-    for learner in learners:
-        go(learner)
-    assert [hear(learner) for learner in learners] == ["80.0", "80.0"]
-    for learner in learners:
-        finish(learner)
-    assert mount.version() == 40
-
-
 def test_read_your_own_step__while_another_thread_writes_ahead(mounted):
     """Steps that are committed while an open waits are not waited for."""
     mount = mounted(learners=2)
-    a, b = mount.join("a"), mount.join("b")
+    a, b = mount.join("a", "b")
     ones, stop = filled(mount, 1), threading.Event()
     taken, shown = [0], []
 
@@ -354,7 +301,7 @@ def test_a_slip_of_one_program_keeps_no_reader_waiting(mounted):
 
 def test_open_gives_up_at_the_timeout(mounted):
     mount = mounted(learners=2)
-    a, _ = mount.join("a"), mount.join("b")
+    a, _ = mount.join("a", "b")
     ones = filled(mount, 1)
     mount.contribute(ones, learner="a")
     with impatient(mount), takes(0.35, 3), raises(errno.ETIMEDOUT):
@@ -365,7 +312,7 @@ def test_open_gives_up_at_the_timeout(mounted):
 
 def test_nonblocking_open_is_eagain(mounted):
     mount = mounted(learners=2)
-    a, _ = mount.join("a"), mount.join("b")
+    a, _ = mount.join("a", "b")
     ones = filled(mount, 1)
     os.close(os.open(a / "weights", os.O_RDONLY | os.O_NONBLOCK))
     mount.contribute(ones, learner="a")

@@ -1,20 +1,19 @@
 """Threads and programs write as one learner at once: a contribution counts exactly if its writer got success."""
 
-import itertools
 import os
 import threading
 
 import numpy as np
-from filetools import BLOCK, Threads, array, filled, finish, go, hear, mounts, outcome, program
+from filetools import BLOCK, Threads, array, filled, mounts, outcome
 
-mounted = mounts(lease=0)
+mounted = mounts(both=False, lease=0)
 ONES = np.ones(BLOCK // 4, "<f4")
 
 
 def test_exactly_once__for_many_handles(mounted):
     """Each thread has handles of its own: a contribution counts exactly if its writer got success."""
     mount = mounted(learners=2)
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
     gradients, hands, stop = mount.place("a") / "gradients", 4, threading.Event()
     told, busy = [0] * hands, [0] * hands
 
@@ -46,46 +45,3 @@ def test_exactly_once__for_many_handles(mounted):
     weights = array(mount.place("a") / "weights")[: hands * BLOCK // 4].reshape(hands, -1)
     assert (weights == weights[:, :1]).all() and weights[:, 0].tolist() == told, busy
     assert sum(told) > 50
-
-
-REFUSED = """
-fd = os.open(argv[0], os.O_RDWR | os.O_DIRECT)
-memory = memoryview(mmap.mmap(fd, 0)).cast("f")
-memory[5] = float("nan")
-goes_on = True
-def keep():
-    while goes_on:
-        try:
-            os.fsync(fd)
-        except OSError:
-            pass
-keeper = threading.Thread(target=keep)
-keeper.start()
-say("keeps on")
-wait()
-goes_on = False
-keeper.join()
-os._exit(0)
-"""
-
-
-def test_exactly_once__beside_a_mapping_that_is_refused(mounted):
-    """A program that ships NaN over and over spoils what another one writes as the same learner; it says so."""
-    mount = mounted()
-    gradients = mount.join("a") / "gradients"
-    refused = program(REFUSED, gradients)
-    hear(refused)
-    told, said = 0, set()
-    for attempt in itertools.count():
-        if told >= 20 and attempt >= 1000:
-            break
-        fd = os.open(gradients, os.O_WRONLY)
-        written = outcome(os.pwrite, fd, ONES, 0)
-        closed = outcome(os.close, fd)
-        told += written == closed == "done"
-        said |= {("write", written), ("close", closed)}
-    go(refused)
-    finish(refused)
-    weights = array(mount.place("a") / "weights")
-    assert (weights[: BLOCK // 4] == told).all() and weights.sum() == told * BLOCK // 4, said
-    assert said <= {(at, end) for at in ("write", "close") for end in ("done", "EBUSY", "EIO")}

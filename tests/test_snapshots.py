@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -16,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MountFailed, gradfs_binary
-from filetools import BLOCK, Threads, eventually, outcome, raises, read_safetensors, takes, write_safetensors
+from conftest import MountFailed, gradfs_binary, ran
+from filetools import BLOCK, Threads, eventually, fails, outcome, read_safetensors, takes, write_safetensors
 
 # Two blocks and a bit of floats, then halves that begin in mid-block, then bytes that no reducer takes.
 FLOATS, HALVES, OPAQUE = 40_001, 30_002, 50
@@ -43,8 +42,7 @@ def gradient(step, learner):
 
 
 def join(mount):
-    for learner in LEARNERS:
-        mount.join(learner)
+    mount.join(*LEARNERS)
 
 
 def train(mount, steps):
@@ -151,44 +149,42 @@ def test_a_large_model_is_saved_in_pieces_with_an_index(start_mount, gradfs, mod
     assert second.weights() == whole[1]
 
 
+@pytest.mark.also_on_network
 def test_the_job_goes_on_while_it_is_saved(start_mount, gradfs, tmp_path):
     """Whatever is under way: what is saved is one version in all of its parts."""
     mount = start_mount(size="8MiB", reducer="momentum", learning_rate=1, momentum=1, consistency="async")
-    over = threading.Event()
-    steps = []
+    mount.join("busy")
+    over, steps = threading.Event(), []
 
     def contribute():
-        ones = np.ones(2 << 20, "<f4").tobytes()
-        mount.join("busy")
         while not over.is_set():
-            mount.contribute(ones, learner="busy")
+            mount.contribute(np.ones(2 << 20, "<f4"), learner="busy")
             steps.append(time.monotonic())
 
-    worker = threading.Thread(target=contribute)
-    worker.start()
+    worker = Threads().start(contribute)
     try:
         for number in range(5):
             eventually(lambda at=len(steps): len(steps) > at + 2)
-            save(gradfs, mount.model, tmp_path / str(number))
-            version = manifest(tmp_path / str(number))["version"]
-            tensors, _ = read_safetensors((tmp_path / str(number) / "model.safetensors").read_bytes())
-            states, _ = read_safetensors((tmp_path / str(number) / "optimizer.safetensors").read_bytes())
+            folder = tmp_path / str(number)
+            save(gradfs, mount.model, folder)
+            about = manifest(folder)
+            version = about["version"]
+            tensors, _ = read_safetensors((folder / "model.safetensors").read_bytes())
+            states, _ = read_safetensors((folder / "optimizer.safetensors").read_bytes())
             # Of momentum without friction: the buffer is v, and the weights are -v (v + 1) / 2.
             assert (np.frombuffer(states["momentum_buffer.weights"][2], "<f4") == version).all()
             assert (np.frombuffer(tensors["weights"][2], "<f4") == -version * (version + 1) / 2).all()
-            about = manifest(tmp_path / str(number))
             assert about["learners"] == [{"name": "busy", "incarnation": 1, "step": version}]
     finally:
         over.set()
-        worker.join(300)
+        worker.result(300)
 
 
 def test_one_snapshot_of_a_model_is_open_at_a_time(start_mount, gradfs, model, tmp_path):
     """Each takes a copy of the model: programs that open every file cannot fill the memory."""
     mount = start_mount(model=model, **SETTINGS)
     with open(mount.model / "snapshot", "rb") as first:
-        with raises(errno.EBUSY):
-            os.open(mount.model / "snapshot", os.O_RDONLY)
+        fails(errno.EBUSY, os.open, mount.model / "snapshot", os.O_RDONLY)
         said = save(gradfs, mount.model, tmp_path / "saved", status=1)
         assert "a snapshot of this model is open" in mount.stderr() and "wait until the other command has ended" in said
         assert first.read(8)
@@ -229,25 +225,6 @@ def test_a_directory_holds_one_snapshot_unless_it_is_replaced(start_mount, gradf
     assert sorted(os.listdir(folder)) == ["manifest.json", "model.safetensors", "optimizer.safetensors"]
 
 
-def test_a_directory_holds_one_snapshot_unless_it_is_replaced__nor_by_one_that_there_is_no_room_for(
-    start_mount, model, saved, tmp_path
-):
-    """The disk is full: the old snapshot is still there."""
-    mount = start_mount(model=model, **SETTINGS)
-    before = {file.name: file.read_bytes() for file in saved.iterdir()}
-
-    def little_room():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    done = subprocess.run(
-        [str(gradfs_binary()), "save", "--replace", str(mount.model), str(saved)], preexec_fn=little_room,
-        capture_output=True, text=True, timeout=300, check=False,
-    )
-    assert done.returncode == 1 and re.search(f"{saved}/model.safetensors.[0-9a-f]{{16}}: ", done.stderr), done
-    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
-
-
 def test_a_save_that_fails_leaves_nothing(start_mount, tmp_path):
     """The disk is full at one of its files; at each number of bytes another one is the first that does not fit."""
     mount = start_mount(size="64KiB", reducer="adam")
@@ -260,8 +237,7 @@ def test_a_save_that_fails_leaves_nothing(start_mount, tmp_path):
     folder = tmp_path / "s"
     command = [str(gradfs_binary()), "save", str(mount.model), str(folder)]
     for most in (64, 1000, 66_000):
-        done = subprocess.run(command, preexec_fn=lambda most=most: limited(most), capture_output=True, text=True,
-                              timeout=300, check=False)
+        done = ran(command, preexec_fn=lambda most=most: limited(most))
         assert done.returncode == 1 and "File too large" in done.stderr, done
         assert not folder.exists()
     folder.mkdir()
@@ -316,22 +292,15 @@ def saved(start_mount, gradfs, model, tmp_path):
 
 
 @pytest.mark.parametrize("name, at, block", [
-    ("model.safetensors", 3, 0), ("model.safetensors", 4 * FLOATS, 2), ("optimizer.safetensors", -1, 10),
+    ("model.safetensors", 3, None), ("model.safetensors", 4 * FLOATS, 2), ("optimizer.safetensors", -1, 10), ("manifest.json", 40, None),
 ])
-def test_a_flipped_bit_is_refused_by_name(start_mount, saved, name, at, block):
+def test_a_flipped_bit_is_refused_by_name(start_mount, cluster, saved, name, at, block):
     damaged(saved, name, at)
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
-    said = refused(start_mount, "--from", saved, name="m")
-    assert f"{saved}/{name}: " in said
-    assert f"block {block} of it" in said or at == 3, said
-    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
-
-
-def test_a_flipped_bit_is_refused_by_name__in_the_manifest(start_mount, saved):
-    text = (saved / "manifest.json").read_text()
-    (saved / "manifest.json").write_text(text.replace('"version":2', '"version":3'))
-    said = refused(start_mount, "--from", saved, name="m")
-    assert f"{saved}/manifest.json: it is not what was written" in said
+    one = cluster(2)
+    for said in (refused(start_mount, "--from", saved, name="m"), one.run("create", "m", "--from", saved).stderr):
+        assert f"{saved}/{name}: " in said and (block is None or f"block {block} of it" in said), said
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before and one.status()["models"] == []
 
 
 @pytest.mark.parametrize("lacks", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
@@ -375,11 +344,14 @@ def test_half_a_directory_is_no_snapshot__of_a_command_that_was_interrupted(star
     assert not folder.exists()
 
 
-def test_a_snapshot_of_another_model_is_refused_by_name(start_mount, saved, model, tmp_path):
+def test_a_snapshot_of_another_model_is_refused_by_name(start_mount, cluster, saved, model, tmp_path):
     other = write_safetensors(tmp_path / "other.safetensors", {"net.0.w": ("F32", (FLOATS + 1,), bytes(4 * FLOATS + 4))})
-    said = refused(start_mount, "--from", saved, model=other, name="m")
-    assert f"{saved}: a snapshot of another model" in said
-    assert f'"net.0.w" of F32 [{FLOATS}]' in said and f'"net.0.w" of F32 [{FLOATS + 1}]' in said
+    one = cluster(1)
+    created = one.run("create", "m", "--from", saved, "--model", other)
+    assert created.returncode == 1 and one.status()["models"] == []
+    for said in (refused(start_mount, "--from", saved, model=other, name="m"), created.stderr):
+        assert f"{saved}: a snapshot of another model" in said
+        assert f'"net.0.w" of F32 [{FLOATS}]' in said and f'"net.0.w" of F32 [{FLOATS + 1}]' in said
     start_mount("--from", saved, model=model, name="m").stop()
 
 
@@ -423,7 +395,7 @@ def whole_on_shards(cluster, model):
     return half, job.mount.weights()
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("shards", [1, 3])
 def test_a_run_that_was_saved_and_resumed_ends_bit_equal__on_other_shards(cluster, model, tmp_path, whole_on_shards, shards):
     first = Job(cluster, 2, model=model, **SETTINGS)
     train(first.mount, range(4))
@@ -455,49 +427,14 @@ def test_a_run_that_was_saved_and_resumed_ends_bit_equal__from_shards_to_one_pro
     assert second.weights() == whole_on_shards[1]
 
 
-def test_the_job_goes_on_while_it_is_saved__on_shards(cluster, tmp_path):
-    one = cluster(3)
-    one.create("m", size="8MiB", reducer="momentum", learning_rate=1, momentum=1, consistency="async")
-    mount = one.mount()
-    over, steps = threading.Event(), []
-
-    def contribute():
-        ones = np.ones(2 << 20, "<f4").tobytes()
-        mount.join("busy")
-        while not over.is_set():
-            mount.contribute(ones, learner="busy")
-            steps.append(time.monotonic())
-
-    worker = threading.Thread(target=contribute)
-    worker.start()
-    try:
-        for number in range(5):
-            eventually(lambda at=len(steps): len(steps) > at + 2, 20)
-            folder = tmp_path / str(number)
-            done = one.run("save", "m", folder)
-            assert done.returncode == 0, done.stderr
-            version = manifest(folder)["version"]
-            tensors, _ = read_safetensors((folder / "model.safetensors").read_bytes())
-            states, _ = read_safetensors((folder / "optimizer.safetensors").read_bytes())
-            assert (np.frombuffer(states["momentum_buffer.weights"][2], "<f4") == version).all()
-            assert (np.frombuffer(tensors["weights"][2], "<f4") == -version * (version + 1) / 2).all()
-            assert manifest(folder)["learners"] == [{"name": "busy", "incarnation": 1, "step": version}]
-    finally:
-        over.set()
-        worker.join(300)
-
-
 def test_a_shard_that_hangs_fails_the_save_and_not_the_job(cluster, model, tmp_path):
     job = Job(cluster, 2, model=model, **SETTINGS)
     train(job.mount, range(1))
     coordinator = job.cluster.coordinator_shard("m")
     other = next(shard for shard in job.cluster.shards if shard is not coordinator)
-    other.pause()
-    try:
+    with other.paused():
         with takes(0, 25):
             done = job.cluster.run("save", "m", tmp_path / "saved", timeout=300)
-    finally:
-        other.resume()
     assert done.returncode == 1 and other.address in done.stderr, done.stderr
     assert not (tmp_path / "saved").exists()
     # Calls fail at once until the mount has heard of the shard again.
@@ -512,34 +449,3 @@ def test_a_shard_that_hangs_fails_the_save_and_not_the_job(cluster, model, tmp_p
     assert job.mount.version() == 3
     eventually(lambda: job.cluster.run("save", "m", tmp_path / "saved").returncode == 0, 30)
     assert manifest(tmp_path / "saved")["version"] == 3
-
-
-@pytest.mark.parametrize("name, at", [("model.safetensors", 4 * FLOATS), ("optimizer.safetensors", -1)])
-def test_a_flipped_bit_is_refused_by_name__on_shards(cluster, saved, name, at):
-    damaged(saved, name, at)
-    one = cluster(2)
-    done = one.run("create", "m", "--from", saved)
-    assert done.returncode == 1 and f"{saved}/{name}: block" in done.stderr
-    assert one.status()["models"] == []
-
-
-def test_a_snapshot_of_another_model_is_refused_by_name__on_shards(cluster, saved, tmp_path):
-    other = write_safetensors(tmp_path / "other.safetensors", {"net.0.w": ("F32", (FLOATS + 1,), bytes(4 * FLOATS + 4))})
-    one = cluster(1)
-    done = one.run("create", "m", "--from", saved, "--model", other)
-    assert done.returncode == 1 and f"{saved}: a snapshot of another model" in done.stderr
-    assert one.status()["models"] == []
-
-
-def test_a_run_that_was_saved_and_resumed_ends_bit_equal__after_a_shard_was_drained(
-    cluster, model, tmp_path, whole_on_shards
-):
-    first = Job(cluster, 3, "--shards", 2, model=model, **SETTINGS)
-    train(first.mount, range(4))
-    used = [shard for shard in first.cluster.shards if first.cluster.ask(shard)["models"]]
-    assert first.cluster.run("drain", used[-1].number).returncode == 0
-    assert first.cluster.run("save", "m", tmp_path / "saved").returncode == 0
-    first.kill()
-    second = Job(cluster, 2, "--from", tmp_path / "saved")
-    train(second.mount, range(4, 8))
-    assert second.mount.weights() == whole_on_shards[1]

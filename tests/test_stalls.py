@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, Threads, array, eventually, filled
+from filetools import BLOCK, Threads, array, close, eventually, filled
 from test_metrics import ANY, Metrics
 
 SIZE = 8 * BLOCK
@@ -35,8 +35,7 @@ def has_steps(mount, wanted):
 @pytest.mark.also_on_network
 def test_stall_is_the_time_that_a_learner_waits_for_others(start_mount):
     mount, threads = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, metrics=ANY), Threads()
-    for name in ("fast", "slow"):
-        mount.join(name)
+    mount.join("fast", "slow")
     assert of_learner(mount, "fast")["stall_seconds"] < 0.05 and of_learner(mount, "fast")["staleness"] is None
     threads.run(lambda: step(mount, "fast", 0, STEPS), lambda: step(mount, "slow", PAUSE, STEPS))
     fast, slow = of_learner(mount, "fast"), of_learner(mount, "slow")
@@ -51,8 +50,7 @@ def test_stall_is_the_time_that_a_learner_waits_for_others(start_mount):
 @pytest.mark.also_on_network
 def test_a_stall_shows_while_it_lasts(start_mount):
     mount, threads = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200), Threads()
-    for name in ("fast", "slow"):
-        mount.join(name)
+    mount.join("fast", "slow")
     waits = threads.start(lambda: step(mount, "fast", 0))
     eventually(lambda: of_learner(mount, "fast")["stall_seconds"] > 0.3)
     before = of_learner(mount, "fast")["stall_seconds"]
@@ -71,8 +69,7 @@ def test_a_stall_shows_while_it_lasts(start_mount):
 
 
 def test_staleness_is_of_the_newest_version_that_the_mount_knows(cluster):
-    one = cluster(1)
-    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", consistency="async", timeout=200)
+    one = cluster(1, size=SIZE, block_size=BLOCK, reducer="sum", consistency="async", timeout=200)
     mount, ones = one.mount(transport="tcp", metrics=ANY), np.ones(SIZE // 4, "<f4")
     reads = mount.join("reads")
     writes = mount.join("writes")
@@ -95,8 +92,7 @@ def test_staleness_is_of_the_newest_version_that_the_mount_knows(cluster):
         staleness = of_learner(mount, "reads")["staleness"]
         assert staleness["versions"] == 4 and 250 < staleness["ms"] < 5000, staleness
     finally:
-        for file in held:
-            os.close(file)
+        close(*held)
     seen = Metrics(mount)
     assert seen("gradfs_staleness_versions_sum", model="m") >= 4
     assert seen("gradfs_staleness_versions_bucket", model="m", le="0") >= 3
@@ -106,8 +102,7 @@ def test_staleness_is_of_the_newest_version_that_the_mount_knows(cluster):
 
 
 def test_rates_are_of_the_last_seconds(cluster):
-    one = cluster(1)
-    one.create("m", size="8MiB", reducer="sum", timeout=200)
+    one = cluster(1, size="8MiB", reducer="sum", timeout=200)
     mount = one.mount(transport="tcp")
     assert mount.status()["push_gb_per_s"] == 0
     ones, began = filled(mount, 1), time.monotonic()
@@ -120,43 +115,33 @@ def test_rates_are_of_the_last_seconds(cluster):
     assert status["pull_gb_per_s"] > 0
 
 
-@pytest.mark.one_process
-def test_phases_tell_what_a_step_waits_for__in_one_process(start_mount):
-    mount, threads = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, metrics=ANY), Threads()
-    for name in ("fast", "slow"):
-        mount.join(name)
+@pytest.mark.parametrize("transport", ["in one process", "tcp", "shm"])
+def test_phases_tell_what_a_step_waits_for(cluster, start_mount, transport):
+    settings = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "learners": 2, "timeout": 200}
+    if transport == "in one process":
+        mount = shard = start_mount(**settings, metrics=ANY)
+        quick = ("reduce", "conclude")
+    else:
+        one = cluster(0)
+        shard = one.add_shard("--metrics", ANY)
+        one.create("m", **settings)
+        mount, quick = one.mount(transport=transport, metrics=ANY), ("wire", "conclude")
+    threads = Threads()
+    mount.join("fast", "slow")
     threads.run(lambda: step(mount, "fast", 0, STEPS), lambda: step(mount, "slow", PAUSE, STEPS))
-    assert "push_gb_per_s" not in mount.status()
-    seen = has_steps(mount, 2 * STEPS)
-    of_phase = lambda phase, what: seen(f"gradfs_phase_seconds_{what}", model="model", phase=phase)
-    for phase in ("staging", "open"):
-        assert of_phase(phase, "count") == 2 * STEPS
-    assert of_phase("others", "count") == 2 * STEPS
-    for phase in ("reduce", "conclude"):
-        assert of_phase(phase, "count") == STEPS
-        assert of_phase(phase, "sum") < 0.4 * PAUSE * STEPS
+    assert ("push_gb_per_s" in mount.status()) == (shard is not mount)
+    seen, of_shard, model = has_steps(mount, 2 * STEPS), Metrics(shard), mount.model.name
+    of_phase = lambda phase, what: seen(f"gradfs_phase_seconds_{what}", model=model, phase=phase)  # noqa: E731
+    for phase in quick:
+        assert of_phase(phase, "count") == STEPS and of_phase(phase, "sum") < 0.4 * PAUSE * STEPS, phase
+    for phase in ("staging", "open", "others"):
+        assert of_phase(phase, "count") == 2 * STEPS, phase
     assert 0.8 * PAUSE * STEPS < of_phase("others", "sum") < PAUSE * STEPS + 1
-    assert 0.8 * PAUSE * (STEPS - 1) < of_phase("open", "sum") < PAUSE * STEPS + 1
     assert of_phase("staging", "sum") < 0.4 * PAUSE * STEPS
-
-
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_phases_tell_what_a_step_waits_for(cluster, transport):
-    one = cluster(0)
-    one.add_shard("--metrics", ANY)
-    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200)
-    mount, threads = one.mount(transport=transport, metrics=ANY), Threads()
-    for name in ("fast", "slow"):
-        mount.join(name)
-    threads.run(lambda: step(mount, "fast", 0, STEPS), lambda: step(mount, "slow", PAUSE, STEPS))
-    seen, of_shard = has_steps(mount, 2 * STEPS), Metrics(one.shards[0])
-    of_phase = lambda phase, what: seen(f"gradfs_phase_seconds_{what}", model="m", phase=phase)
-    assert of_phase("others", "count") == 2 * STEPS
-    for phase in ("wire", "conclude"):
-        assert of_phase(phase, "count") == STEPS
-        assert of_phase(phase, "sum") < 0.4 * PAUSE * STEPS
-    # Version 0, too, was pulled.
-    assert of_phase("pull", "count") == STEPS + 1
-    assert 0.8 * PAUSE * STEPS < of_phase("others", "sum") < PAUSE * STEPS + 1
-    assert of_shard("gradfs_phase_seconds_count", model="m", phase="reduce") == STEPS
-    assert of_shard("gradfs_phase_seconds_sum", model="m", phase="reduce") < 0.4 * PAUSE * STEPS
+    if shard is mount:
+        assert 0.8 * PAUSE * (STEPS - 1) < of_phase("open", "sum") < PAUSE * STEPS + 1
+    else:
+        # Version 0, too, was pulled.
+        assert of_phase("pull", "count") == STEPS + 1
+    assert of_shard("gradfs_phase_seconds_count", model=model, phase="reduce") == STEPS
+    assert of_shard("gradfs_phase_seconds_sum", model=model, phase="reduce") < 0.4 * PAUSE * STEPS

@@ -1,13 +1,11 @@
 """A program that ends, and the next one that writes as the same learner as soon as the first is reaped."""
 
-import os
-import signal
 
 import numpy as np
 import pytest
-from filetools import BLOCK, array, f32, finish, go, hear, mounts, program
+from filetools import BLOCK, array, f32, finish, go, hear, killed, mounts, program
 
-mounted = mounts(lease=0)
+mounted = mounts(both=False, lease=0)
 
 # Eight threads: the kernel closes the files of such a program from whichever of them is the last to go.
 PREDECESSOR = """
@@ -24,11 +22,10 @@ os._exit(0)
 @pytest.mark.parametrize("threads", [0, 8], ids=["alone", "with threads"])
 def test_killed_writer_leaves_no_half_step__to_the_next_program(mounted, threads):
     mount = mounted()
-    for step in range(1, 41):
+    for step in range(1, 26):
         child = program(PREDECESSOR, mount.model / "gradients", threads)
         hear(child)
-        child.send_signal(signal.SIGKILL)
-        child.communicate(timeout=300)
+        killed(child)
         # Half of the rounds touch its bytes, half do not.
         mount.contribute(np.ones(BLOCK // 4, "<f4"), offset=BLOCK * (step % 2))
         weights = array(mount.model / "weights")
@@ -39,7 +36,7 @@ def test_killed_writer_leaves_no_half_step__to_the_next_program(mounted, threads
 @pytest.mark.parametrize("threads", [0, 8], ids=["alone", "with threads"])
 def test_what_exit_leaves_open_counts__before_the_next_program(mounted, threads):
     mount = mounted()
-    for step in range(1, 41):
+    for step in range(1, 26):
         child = program(PREDECESSOR, mount.model / "gradients", threads)
         hear(child)
         go(child)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from conftest import gradfs_binary
-from filetools import BLOCK, Threads, array, eventually, filled, raises
+from filetools import BLOCK, Threads, array, eventually, fails, filled
 
 SIZE = 8 * BLOCK
 PAUSE = 0.05
@@ -115,8 +115,7 @@ def of_training(document, steps, shards, network):
 @pytest.mark.one_process
 def test_a_trace_shows_learners_plans_blocks_and_versions__in_one_process(start_mount, tmp_path):
     mount, steps = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2), 5
-    for name in ("fast", "slow"):
-        mount.join(name)
+    mount.join("fast", "slow")
     process = tracing(mount, tmp_path / "t.json", 2)
     train(mount, steps)
     document = traced(process, tmp_path / "t.json")
@@ -129,8 +128,7 @@ def test_a_trace_shows_learners_plans_blocks_and_versions(cluster, tmp_path, tra
     one, steps = cluster(2), 5
     one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200)
     mount = one.mount(transport=transport)
-    for name in ("fast", "slow"):
-        mount.join(name)
+    mount.join("fast", "slow")
     process = tracing(mount, tmp_path / "t.json", 2)
     train(mount, steps)
     shards = [shard["id"] for shard in mount.status()["shards"]]
@@ -144,8 +142,7 @@ def test_a_trace_shows_learners_plans_blocks_and_versions(cluster, tmp_path, tra
 
 def test_a_trace_ends_early_with_what_it_has(start_mount, tmp_path):
     mount, threads = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200), Threads()
-    for name in ("fast", "slow"):
-        mount.join(name)
+    mount.join("fast", "slow")
     mount.contribute(filled(mount, 1), learner="fast")
     process = tracing(mount, tmp_path / "t.json", 600)
     waits = threads.start(array, mount.place("fast") / "weights")
@@ -198,7 +195,6 @@ def test_a_trace_that_cannot_begin_changes_nothing(start_mount, gradfs, tmp_path
     # The file behind it is in no listing, and only read.
     assert ".trace" not in os.listdir(mount.root)
     for flags in (os.O_WRONLY, os.O_RDWR):
-        with raises(errno.EACCES):
-            os.open(mount.root / ".trace", flags)
+        fails(errno.EACCES, os.open, mount.root / ".trace", flags)
     assert os.stat(mount.root / ".trace").st_mode & 0o7777 == 0o400
     assert json.loads((mount.root / ".trace").read_text())["traceEvents"]

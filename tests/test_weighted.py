@@ -1,13 +1,12 @@
 """How much a contribution counts, as docs/use/semantics.md promises it under "How much a contribution counts"."""
 
 import errno
-import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from filetools import BLOCK, array, raises
+from filetools import BLOCK, array, fails, opened, raises, ship_mapped
 
 SIZE = 2 * BLOCK + 1236
 COUNT = SIZE // 4
@@ -68,21 +67,6 @@ def test_models_and_sums_count_by_their_weight(start_mount, reducer):
 
 
 @pytest.mark.also_on_network
-def test_models_and_sums_count_by_their_weight__of_large_halves(start_mount):
-    """What is not written of a model is no change, whatever the weight."""
-    mount = start_mount(size=SIZE, block_size=BLOCK, dtype="f16", reducer="average")
-    large = np.full(SIZE // 2, 60_000, "<f2")
-    (mount.model / "weights").write_bytes(large.tobytes())
-    mount.wait_for_version(1)
-    place = mount.join("a")
-    weigh(mount, "a", 2)
-    (place / "weights").read_bytes()
-    mount.contribute(np.full(100, 60_032, "<f2"), learner="a")
-    large[:100] = 60_032
-    assert (place / "weights").read_bytes() == large.tobytes()
-
-
-@pytest.mark.also_on_network
 def test_a_weight_counts_from_the_next_contribution(start_mount):
     """Written in pieces, whole, in part or mapped."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum")
@@ -102,13 +86,7 @@ def test_a_weight_counts_from_the_next_contribution(start_mount):
     mount.contribute(gradient(3)[100:200], offset=400, learner="a")
     want[100:200] += 4 * gradient(3)[100:200]
     np.testing.assert_allclose(array(place / "weights"), want, atol=1e-5)
-    fd = os.open(place / "gradients", os.O_RDWR | os.O_DIRECT)
-    with mmap.mmap(fd, SIZE) as mapped:
-        mapped[:] = gradient(4).tobytes()
-        os.posix_fallocate(fd, 0, SIZE)
-        os.fsync(fd)
-        assert mapped[:] == gradient(4).tobytes()
-    os.close(fd)
+    ship_mapped(place, gradient(4), declares=True)
     want += 4 * gradient(4)
     np.testing.assert_allclose(array(place / "weights"), want, atol=1e-5)
     weigh(mount, "a", 1)
@@ -120,13 +98,8 @@ def test_wrong_weights_are_refused(start_mount):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sgd")
     place = mount.join("a")
     for text in ("0", "-1", "1e-40", "nan", "inf", "1e16", "many", ""):
-        with raises(errno.EINVAL):
-            fd = os.open(place / "weight", os.O_WRONLY | os.O_TRUNC)
-            try:
-                if text:
-                    os.write(fd, text.encode())
-            finally:
-                os.close(fd)
+        with raises(errno.EINVAL), opened(place / "weight", os.O_WRONLY | os.O_TRUNC) as fd:
+            os.write(fd, text.encode())
     assert (place / "weight").read_text() == "1\n"
     assert "is not a number from 1e-15" in (place / "error").read_text()
     weigh(mount, "a", 2)
@@ -135,10 +108,8 @@ def test_wrong_weights_are_refused(start_mount):
         with raises(errno.EACCES, errno.EINVAL):
             mount.contribute(gradient(1), learner="a")
         assert "of weight 1 alone" in (place / "error").read_text()
-        with raises(errno.EINVAL):
-            weigh(mount, "a", 3)
+        fails(errno.EINVAL, weigh, mount, "a", 3)
     # What does not fit in the model's type is not taken.
     mount.control("reducer", "sgd")
     weigh(mount, "a", 1e15)
-    with raises(errno.EINVAL):
-        mount.contribute(np.full(COUNT, 1e30, "<f4"), learner="a")
+    fails(errno.EINVAL, mount.contribute, np.full(COUNT, 1e30, "<f4"), learner="a")

@@ -13,8 +13,8 @@ import time
 import numpy as np
 import pytest
 from filetools import (
-    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, impatient, mounts, outcome, program, raises, said,
-    shell, takes, write_safetensors,
+    BLOCK, SIZE, Threads, array, eventually, f32, fails, filled, finish, go, hear, impatient, mounts, outcome,
+    program, raises, said, shell, takes, write_safetensors
 )
 
 pytestmark = pytest.mark.also_on_network
@@ -69,26 +69,14 @@ def test_writes_of_any_shape(mounted):
         assert mount.weights() == expected.tobytes()
 
 
-def test_writes_of_any_shape__one_request_of_all(mounted):
-    mount = mounted(size="5MiB", block_size=4 << 20)
-    ones = filled(mount, 1)
-    padded = np.ones(len(ones) + 1, "u1").repeat(4)[: len(ones) * 4 + 1]
-    padded[1:] = ones.view("u1")
-    with open(mount.model / "gradients", "wb", buffering=0) as file:  # From an unaligned address.
-        assert file.write(memoryview(padded)[1:]) == 5 << 20
-    assert mount.weights() == ones.tobytes()
-
-
 def test_bytes_are_written_once(mounted):
     mount = mounted()
     ones = np.ones(BLOCK // 4, "<f4").tobytes()
     for data, at in ((ones, BLOCK), (f32(5).tobytes(), 2 * BLOCK - 4)):
         fd = os.open(mount.model / "gradients", os.O_WRONLY)
         os.pwrite(fd, ones, BLOCK)
-        with raises(errno.EINVAL):
-            os.pwrite(fd, data, at)
-        with raises(errno.EINVAL):
-            os.close(fd)
+        fails(errno.EINVAL, os.pwrite, fd, data, at)
+        fails(errno.EINVAL, os.close, fd)
     fd = os.open(mount.model / "gradients", os.O_WRONLY)
     os.pwrite(fd, ones, BLOCK)
     with raises(errno.EINVAL), open(mount.model / "gradients", "wb", buffering=0) as other, raises(errno.EINVAL):
@@ -117,10 +105,8 @@ def test_an_array_that_is_too_long_is_not_taken(start_mount, file):
     assert "float64 is 2x the size" in (mount.model / "error").read_text()
     fd = os.open(mount.model / file, os.O_WRONLY)
     os.pwrite(fd, f32(1), 0)
-    with raises(errno.EFBIG):
-        os.pwrite(fd, f32(1), 2 << 20)
-    with raises(errno.EFBIG):
-        os.fsync(fd)
+    fails(errno.EFBIG, os.pwrite, fd, f32(1), 2 << 20)
+    fails(errno.EFBIG, os.fsync, fd)
     assert mount.weights() == before and mount.version() == 0
     os.pwrite(fd, f32(1), 0)
     os.close(fd)
@@ -135,23 +121,17 @@ def test_the_size_is_fixed(mounted):
     fd = os.open(path, os.O_WRONLY)
     assert os.pwrite(fd, b"", SIZE) == 0, "no write at all"
     for offset, data in [(SIZE, b"1234"), (SIZE - 4, b"12345678"), (0, bytes(SIZE + 4)), (1 << 40, b"1234"), (1 << 62, b"1234")]:
-        with raises(errno.EFBIG):
-            os.pwrite(fd, data, offset)
+        fails(errno.EFBIG, os.pwrite, fd, data, offset)
     os.ftruncate(fd, SIZE)
-    with raises(errno.EINVAL):
-        os.ftruncate(fd, 8)
-    with raises(errno.EFBIG):
-        os.close(fd)
+    fails(errno.EINVAL, os.ftruncate, fd, 8)
+    fails(errno.EFBIG, os.close, fd)
     for name in ("gradients", "device", "weights"):
-        with raises(errno.EINVAL):
-            os.open(mount.model / name, os.O_WRONLY | os.O_APPEND)
+        fails(errno.EINVAL, os.open, mount.model / name, os.O_WRONLY | os.O_APPEND)
         for length in (1, SIZE - 1, SIZE + 1, 1 << 40):
-            with raises(errno.EINVAL):
-                os.truncate(mount.model / name, length)
+            fails(errno.EINVAL, os.truncate, mount.model / name, length)
         os.truncate(mount.model / name, SIZE)
         assert os.stat(mount.model / name).st_size == SIZE
-    with raises(errno.EACCES):
-        os.open(path, os.O_RDONLY)
+    fails(errno.EACCES, os.open, path, os.O_RDONLY)
     for words in [("fixed size", "do not append"), ("size is fixed at", str(SIZE)), ("gradients is write-only", "read weights")]:
         said(mount, *words)
     assert mount.version() == 0, "nothing was taken"
@@ -164,14 +144,12 @@ def test_half_elements_are_refused(mounted):
         fd = os.open(mount.model / "gradients", os.O_WRONLY)
         for offset, length in ranges:
             os.pwrite(fd, bytes(length), offset)
-        with raises(errno.EINVAL):
-            os.close(fd)
+        fails(errno.EINVAL, os.close, fd)
     assert mount.version() == 0
     one = f32(1).tobytes()
     fd = os.open(mount.model / "gradients", os.O_WRONLY)
     os.pwrite(fd, one[:1], 0)
-    with raises(errno.EINVAL):
-        os.fsync(fd)
+    fails(errno.EINVAL, os.fsync, fd)
     # The file is as good as new.
     for offset, part in [(0, one[:1]), (3, one[3:] + one[:2]), (1, one[1:3]), (6, one[2:])]:
         os.pwrite(fd, part, offset)
@@ -204,33 +182,13 @@ def test_fsync_or_close_is_the_only_success(mounted):
     assert mount.version() == 2, "an empty contribution is none"
 
 
-def test_fsync_or_close_is_the_only_success__and_says_what_failed(mounted):
-    """The error is there at fsync and at close, and the next contribution is whole."""
-    mount = mounted()
-    bad = filled(mount, 1)
-    bad[-1] = np.nan
-    for end in (os.fsync, os.close):
-        fd = os.open(mount.model / "gradients", os.O_WRONLY)
-        with raises(errno.EINVAL):
-            os.pwrite(fd, bad, 0)
-        with raises(errno.EINVAL):
-            end(fd)
-        if end is os.fsync:
-            os.close(fd)
-    assert mount.version() == 0
-    mount.contribute(filled(mount, 2))
-    assert (array(mount.model / "weights") == 2).all()
-
-
 def test_nan_is_refused_or_accepted(mounted):
     mount = mounted()
     for bad in (np.nan, np.inf, -np.inf):
-        with raises(errno.EINVAL):
-            mount.contribute(f32(1, bad), offset=BLOCK - 4)
+        fails(errno.EINVAL, mount.contribute, f32(1, bad), offset=BLOCK - 4)
         values = filled(mount, 1)
         values[BLOCK // 2] = bad
-        with raises(errno.EINVAL):
-            mount.contribute(values)
+        fails(errno.EINVAL, mount.contribute, values)
     assert mount.version() == 0 and not any(mount.weights())
     mount.control("nonfinite", "accept")
     mount.contribute(f32(1, np.nan, np.inf))
@@ -241,7 +199,7 @@ def test_nan_is_refused_or_accepted(mounted):
 def test_exactly_once(mounted):
     """A taken contribution counts once, however often its end is asked for, by whomever."""
     mount = mounted(learners=2)
-    a, _ = mount.join("a"), mount.join("b")
+    a, _ = mount.join("a", "b")
     fd = os.open(a / "gradients", os.O_WRONLY)
     os.pwrite(fd, filled(mount, 1), 0)
     for _ in range(3):
@@ -269,8 +227,7 @@ def test_mapped_gradients_ship_at_fsync(mounted):
     values = array(mount.model / "weights")
     assert values[3] == 6 and (np.delete(values, 3) == 2).all(), "the region keeps what was stored"
     view[7] = np.nan
-    with raises(errno.EINVAL):
-        os.fsync(fd)
+    fails(errno.EINVAL, os.fsync, fd)
     view[7] = 0
     del view
     mapping.close()
@@ -279,26 +236,10 @@ def test_mapped_gradients_ship_at_fsync(mounted):
     assert (array(mount.model / "weights")[10:] == 2).all()
 
 
-def test_mapped_gradients_ship_at_fsync__of_two_learners(mounted):
-    mount = mounted(learners=2)
-    views, fds = [], []
-    for name in "ab":
-        fds.append(os.open(mount.join(name) / "gradients", os.O_RDWR | os.O_DIRECT))
-        views.append(np.frombuffer(mmap.mmap(fds[-1], SIZE), "<f4"))
-    for step in range(1, 5):
-        for i, (fd, view) in enumerate(zip(fds, views)):
-            view[:] = 10**i
-            os.fsync(fd)
-            view[:] = 777  # Mine again as soon as fsync returns.
-        assert mount.version() == step and (array(mount.model / "weights") == 11 * step).all()
-    for fd in fds:
-        os.close(fd)
-
-
 def test_a_learner_writes_ahead(mounted):
     """Step s+1 can be written while s still waits for others; its end waits until s is out."""
     mount = mounted(learners=2)
-    a, _ = mount.join("a"), mount.join("b")
+    a, _ = mount.join("a", "b")
     mount.contribute(filled(mount, 1), learner="a")
     fd = os.open(a / "gradients", os.O_WRONLY)
     os.pwrite(fd, filled(mount, 100), 0)
@@ -313,47 +254,20 @@ def test_a_learner_writes_ahead(mounted):
     assert mount.version() == 2 and (array(a / "weights") == 1111).all()
 
 
-def test_a_learner_writes_ahead__until_the_timeout(mounted):
-    mount = mounted(learners=2)
-    mount.join("a"), mount.join("b")
-    mount.contribute(filled(mount, 1), learner="a")
-    with impatient(mount), takes(0.35, 3), raises(errno.ETIMEDOUT):
-        mount.contribute(filled(mount, 100), learner="a")
-    mount.contribute(filled(mount, 10), learner="b")
-    mount.catch_up()
-    assert (array(mount.model / "weights") == 11).all(), "it was dropped"
-
-
 def test_a_close_after_a_failed_fsync_does_not_wait_again(mounted):
     mount = mounted(learners=2)
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
     mount.contribute(filled(mount, 1), learner="a")
     fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
     assert os.write(fd, filled(mount, 100).tobytes()) == SIZE
-    with impatient(mount, 2.5):
-        with takes(2.4, 6), raises(errno.ETIMEDOUT):
+    with impatient(mount, 1):
+        with takes(0.9, 4), raises(errno.ETIMEDOUT):
             os.fsync(fd)
-        with takes(0, 1.5), raises(errno.ETIMEDOUT):
+        with takes(0, 0.8), raises(errno.ETIMEDOUT):
             os.close(fd)
     mount.contribute(filled(mount, 10), learner="b")
     mount.catch_up()
     assert (array(mount.model / "weights") == 11).all(), "it was dropped"
-
-
-def test_a_close_after_a_failed_fsync_does_not_wait_again__nor_after_one_that_succeeded_then(mounted):
-    mount = mounted(learners=2)
-    mount.join("a"), mount.join("b")
-    mount.contribute(filled(mount, 1), learner="a")
-    fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
-    assert os.write(fd, filled(mount, 100).tobytes()) == SIZE
-    with impatient(mount), raises(errno.ETIMEDOUT):
-        os.fsync(fd)
-    mount.contribute(filled(mount, 10), learner="b")
-    os.fsync(fd)
-    os.close(fd)
-    mount.contribute(filled(mount, 1000), learner="b")
-    mount.catch_up()
-    assert (array(mount.model / "weights") == 1111).all(), "it counts, once"
 
 
 def test_device_has_both_faces(mounted):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import write_all
-from filetools import BLOCK, opened, raises, said
+from filetools import BLOCK, fails, opened, raises, said
 from refusals import ONES, small
 
 NONFINITE = {
@@ -41,19 +41,16 @@ def test_nan_is_refused_or_accepted__of_every_type(start_mount, dtype):
     one, size, nan, inf = ONES[dtype], len(ONES[dtype]), *NONFINITE[dtype][:2]
     count = BLOCK // size
     for bad in NONFINITE[dtype]:
-        with raises(errno.EINVAL):
-            write_all(mount.model / "weights", bad, 4 * BLOCK - size)
-    mount.join("bad"), mount.join("good")
+        fails(errno.EINVAL, write_all, mount.model / "weights", bad, 4 * BLOCK - size)
+    mount.join("bad", "good")
     # No half or quarter of the model, which is taken for an array of a narrower type.
     good = one * (count + 1)
     mount.contribute(good, learner="good")
     for bad in NONFINITE[dtype]:
         block = one * (count // 2) + bad + one * (count - count // 2 - 1)
         for data, offset in [(block, BLOCK), (one + bad, BLOCK + 3 * size), (one * (count - 1) + bad, 3 * BLOCK)]:
-            with raises(errno.EINVAL):
-                mount.contribute(data, offset, learner="bad")
-        with raises(errno.EINVAL):
-            contribute_mapped(mount.place("bad") / "gradients", 2 * BLOCK + 7 * size, bad)
+            fails(errno.EINVAL, mount.contribute, data, offset, learner="bad")
+        fails(errno.EINVAL, contribute_mapped, mount.place("bad") / "gradients", 2 * BLOCK + 7 * size, bad)
     said(mount, "NaN or Inf", "control/nonfinite")
     assert mount.version() == 0 and not any(mount.weights())
     mount.contribute(one, 2 * BLOCK, learner="bad")

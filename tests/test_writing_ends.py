@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, SIZE, array, eventually, filled, hear, mounts, program
+from filetools import BLOCK, SIZE, array, eventually, filled, hear, killed, mounts, program
 
 # Writes the first bytes of a contribution, says so, and is not to live on.
 VICTIM = """
@@ -41,13 +41,7 @@ time.sleep(30)
 """
 
 
-def kill(child, with_signal=signal.SIGKILL):
-    child.send_signal(with_signal)
-    child.communicate(timeout=300)
-    assert child.returncode == -with_signal
-
-
-mounted = mounts(lease=0)
+mounted = mounts(both=False, lease=0)
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
@@ -56,7 +50,7 @@ def test_killed_writer_leaves_no_half_step(mounted, with_signal):
     for code, length in [(VICTIM, 4), (VICTIM, BLOCK), (VICTIM, 3 * BLOCK + 8), (VICTIM, SIZE), (MANY_THREADS, 0)]:
         child = program(code, mount.model / "gradients", length)
         hear(child)
-        kill(child, with_signal)
+        killed(child, with_signal)
         eventually(lambda: mount.status()["learners"] == [])
         assert mount.version() == 0 and not any(mount.weights()), "a half contribution was published"
     mount.contribute(filled(mount, 1))
@@ -70,7 +64,7 @@ def test_a_death_in_mid_write_is_logged_once(mounted):
         learner = mount.join(f"victim{i}")
         child = program(code, learner / "gradients")
         hear(child)
-        kill(child)
+        killed(child)
         eventually(lambda: mount.status()["learners"] == [])
     # The threads that settle the other files are through by then.
     time.sleep(1)
@@ -82,8 +76,7 @@ def test_a_death_in_mid_write_is_logged_once(mounted):
 def test_killed_writer_leaves_no_half_step__beside_others(mounted, victim_is_last):
     """The job goes on without the killed one, and the sums are exact."""
     mount = mounted(learners=3)
-    for name in ("a", "b"):
-        mount.join(name)
+    mount.join("a", "b")
     for step in range(1, 4):
         victim = mount.join(f"victim{step}")
         child = None
@@ -97,7 +90,7 @@ def test_killed_writer_leaves_no_half_step__beside_others(mounted, victim_is_las
             child = program(VICTIM, victim / "gradients", 4 * BLOCK + 100)
             hear(child)
         assert mount.version() == step - 1
-        kill(child)
+        killed(child)
         eventually(lambda: mount.version() == step)
         assert (array(mount.model / "weights") == 11 * step).all()
         # The kernel hears of it a moment later.
@@ -107,12 +100,12 @@ def test_killed_writer_leaves_no_half_step__beside_others(mounted, victim_is_las
 def test_killed_writer_leaves_no_half_step__after_its_commit(mounted):
     """What was taken before stays."""
     mount = mounted(learners=2)
-    a, _ = mount.join("a"), mount.join("b")
+    a, _ = mount.join("a", "b")
     code = "fd = os.open(argv[0], os.O_WRONLY)\nos.pwrite(fd, bytes([0, 0, 128, 66]) * 2, 0)\nos.fsync(fd)\n"
     code += "os.pwrite(fd, bytes([0, 0, 128, 66]), 400)\nsay('in')\ntime.sleep(30)"
     child = program(code, a / "gradients")
     hear(child)
-    kill(child)
+    killed(child)
     eventually(lambda: not a.exists())
     mount.contribute(filled(mount, 1), learner="b")
     expected = filled(mount, 1)
@@ -126,14 +119,14 @@ def test_killed_writer_leaves_no_half_step__nor_half_a_state(start_mount, reduce
     generator = np.random.RandomState(5)
     steps = [generator.standard_normal(SIZE // 4).astype("<f4") for _ in range(4)]
     ends = []
-    for killed in (False, True):
+    for dies in (False, True):
         options = {"size": SIZE, "block_size": BLOCK, "lease": 0, "learning_rate": 0.1}
         mount = start_mount(reducer=reducer, weight_decay=0.01, **options)
         for i, gradients in enumerate(steps):
-            if killed and i:
+            if dies and i:
                 child = program(VICTIM, mount.model / "gradients", 4 * BLOCK + 4000)
                 hear(child)
-                kill(child)
+                killed(child)
                 eventually(lambda: all(each["phase"] != "writing" for each in mount.status()["learners"]))
             mount.contribute(gradients)
         assert mount.version() == 4

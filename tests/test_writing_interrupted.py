@@ -6,19 +6,25 @@ import time
 
 import pytest
 from conftest import write_all
-from filetools import BLOCK, SIZE, array, f32, filled, go, hear, outcome, program, takes
+from filetools import BLOCK, SIZE, array, f32, filled, go, hear, killed, outcome, program, takes
 
 # Writes weights whole, and waits in fsync or close. A signal that is handled raises; the program is killed later.
 PUBLISHER = """
 import errno
 path, call, act = argv
+mapped = path.endswith("publish")
 class Interrupted(Exception): pass
 def interrupt(*_): raise Interrupted
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, interrupt if act == "handle" else signal.SIG_DFL)
 size = os.stat(path).st_size
-fd = os.open(path, os.O_WRONLY)
-assert os.pwrite(fd, bytes([0, 0, 224, 64]) * (size // 4), 0) == size  # 7.0
+fd = os.open(path, os.O_RDWR | os.O_DIRECT if mapped else os.O_WRONLY)
+sevens = bytes([0, 0, 224, 64]) * (size // 4)
+if mapped:
+    memory = mmap.mmap(fd, size)
+    memory[:] = sevens
+else:
+    assert os.pwrite(fd, sevens, 0) == size
 say("waits")
 try:
     (os.fsync if call == "fsync" else os.close)(fd)
@@ -36,9 +42,9 @@ def publish(mount, value):
     write_all(mount.model / "weights", filled(mount, value))
 
 
-def gone_while_it_waits(mount, call, number, act):
+def gone_while_it_waits(mount, call, number, act, name="weights"):
     """A publisher of sevens that has been waiting in `call` gets a signal, and is gone."""
-    publisher = program(PUBLISHER, mount.model / "weights", call, act)
+    publisher = program(PUBLISHER, mount.model / name, call, act)
     assert hear(publisher) == "waits"
     time.sleep(0.2)
     assert publisher.poll() is None and mount.version() == 0
@@ -53,17 +59,20 @@ def gone_while_it_waits(mount, call, number, act):
 
 # Over a network nothing of a contribution is on its way before its commit: weights do not wait for it.
 @pytest.mark.one_process
-@pytest.mark.parametrize("call", ["fsync", "close"])
 @pytest.mark.parametrize(
-    "number, act", [(signal.SIGKILL, "default"), (signal.SIGINT, "default"), (signal.SIGTERM, "handle")]
-)
-def test_weights_publish_atomically__or_never_once_a_signal_ends_the_wait(start_mount, call, number, act):
-    """They wait for a writer of gradients, whose blocks are on their way into the next version."""
+    "name, call, number, act",
+    [
+        ("weights", "fsync", signal.SIGINT, "default"), ("weights", "close", signal.SIGTERM, "handle"),
+        ("weights", "close", signal.SIGKILL, "default"), ("publish", "fsync", signal.SIGTERM, "handle"),
+    ],
+)  # fmt: skip
+def test_weights_publish_atomically__or_never_once_a_signal_ends_the_wait(start_mount, name, call, number, act):
+    """Mapped ones, too. They wait for a writer of gradients, whose blocks are on their way into the next version."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="assign", timeout=200, lease=0)
     mount.join("a")
     fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
     os.pwrite(fd, filled(mount, 3)[: BLOCK // 4], 0)
-    gone_while_it_waits(mount, call, number, act)
+    gone_while_it_waits(mount, call, number, act, name)
     time.sleep(0.2)
     assert mount.version() == 0
     os.close(fd)
@@ -117,7 +126,7 @@ time.sleep(30)
 def test_a_signal_ends_a_wait__from_its_beginning(start_mount):
     """Many blocks are still to be completed when the signal comes; the wait for others comes after that."""
     mount = start_mount(size="256MiB", block_size=BLOCK, reducer="sum", timeout=200, lease=0, learners=2)
-    mount.join("a"), mount.join("b")
+    mount.join("a", "b")
     mount.contribute(f32(1), learner="a")
     # The learner stays when a program that wrote for it is killed.
     fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
@@ -129,8 +138,7 @@ def test_a_signal_ends_a_wait__from_its_beginning(start_mount):
         with takes(0, 12):
             child.send_signal(signal.SIGINT)
             assert hear(child) in ("interrupted", "EINTR"), f"{delay} s into fsync"
-        child.kill()
-        child.communicate(timeout=300)
+        killed(child)
     mount.contribute(f32(1), learner="b")
     assert mount.wait_for_version(1) == 1
     mount.contribute(f32(1), offset=4, learner="b")

@@ -3,16 +3,13 @@
 import errno
 import mmap
 import os
-import signal
 import threading
 import time
 
 import numpy as np
 import pytest
 from conftest import write_all
-from filetools import (
-    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, impatient, mounts, program, raises, shell, takes
-)
+from filetools import BLOCK, SIZE, Threads, array, f32, fails, filled, impatient, mounts, raises, shell, takes
 
 pytestmark = pytest.mark.also_on_network
 mounted = mounts(reducer="assign")
@@ -42,16 +39,6 @@ def test_what_is_written_to_publish_becomes_a_version(mounted, end):
         assert mount.version() == 2 and array(mount.model / "weights")[:4].tolist() == [1, 1, 2, 1]
 
 
-def test_what_is_written_to_publish_becomes_a_version__in_part(mounted):
-    mount = mounted()
-    publish(mount, filled(mount, 1))
-    expected = filled(mount, 1)
-    for offset, count in [(0, 1), (BLOCK - 8, 100), (SIZE - 4, 1)]:
-        publish(mount, np.full(count, 7, "<f4"), offset)
-        expected[offset // 4 : offset // 4 + count] = 7
-        assert mount.weights() == expected.tobytes(), "what was not written keeps its value"
-
-
 def test_what_is_written_to_publish_becomes_a_version__of_tools(mounted, tmp_path):
     mount = mounted()
     (tmp_path / "new").write_bytes(filled(mount, 3).tobytes())
@@ -61,44 +48,6 @@ def test_what_is_written_to_publish_becomes_a_version__of_tools(mounted, tmp_pat
     (tmp_path / "short").write_bytes(bytes(SIZE - 4))
     shell('cp "$1" "$2"', tmp_path / "short", mount.model / "publish", status=1)
     assert mount.version() == 3 and "not all of its" in why(mount)
-
-
-def test_what_is_written_to_publish_becomes_a_version__or_not_at_all(mounted):
-    """Refused bytes, and a writer that is killed, leave no trace."""
-    mount = mounted()
-    with raises(errno.EINVAL):
-        publish(mount, b"abc")
-    assert "in the middle of an element" in why(mount)
-    with raises(errno.EINVAL):
-        publish(mount, f32(np.nan))
-    fd = os.open(mount.model / "publish", os.O_WRONLY)
-    nan = f32(np.nan).tobytes()
-    os.pwrite(fd, nan[:2], BLOCK)
-    os.pwrite(fd, nan[2:], BLOCK + 2)
-    with raises(errno.EINVAL):
-        os.close(fd)
-    assert "NaN" in why(mount), "of an element that came in two parts"
-    with raises(errno.EFBIG):
-        publish(mount, f32(1, 2), SIZE - 4)
-    with raises(errno.EINVAL):
-        publish(mount, b"\x93NUMPY\x01\0v\0{'descr'")
-    with raises(errno.EINVAL):
-        os.truncate(mount.model / "publish", 4)
-    code = (
-        "fd = os.open(argv[0], os.O_WRONLY)\nos.pwrite(fd, bytes([0, 0, 128, 63]) * 70_000, 0)\n"
-        "say('written'); wait()\nos._exit(0)"
-    )
-    child = program(code, mount.model / "publish")
-    hear(child)
-    child.kill()
-    child.communicate(timeout=300)
-    child = program(code, mount.model / "publish")
-    hear(child)
-    assert mount.version() == 0 and not any(mount.weights())
-    go(child)
-    finish(child)
-    eventually(lambda: mount.version() == 1)
-    assert (array(mount.model / "weights")[:70_000] == 1).all(), "a program that exits has closed"
 
 
 def test_what_is_written_to_publish_becomes_a_version__as_it_is_at_the_end(mounted):
@@ -122,11 +71,9 @@ def test_what_is_written_to_publish_becomes_a_version__as_it_is_at_the_end(mount
     mount.control("nonfinite", "reject")
     fd, view = mapped(mount)
     view[:] = new
-    with raises(errno.EINVAL):
-        os.fsync(fd)
+    fails(errno.EINVAL, os.fsync, fd)
     os.close(fd)
-    with raises(errno.EINVAL):
-        publish(mount, new)
+    fails(errno.EINVAL, publish, mount, new)
     assert mount.version() == 2 and mount.weights() == new.tobytes()
 
 
@@ -135,21 +82,16 @@ def test_publish_opens_where_weights_can_be_written(mounted):
     publish(mount, filled(mount, 3))
     assert mount.version() == 1, "version 0 is initialised with any reducer"
     for flags in (os.O_WRONLY, os.O_WRONLY | os.O_TRUNC, os.O_RDWR):
-        with raises(errno.EACCES):
-            os.open(mount.model / "publish", flags)
+        fails(errno.EACCES, os.open, mount.model / "publish", flags)
     assert "weights is read-only at version 1 with reducer sum" in why(mount)
     mount.control("reducer", "assign")
     publish(mount, filled(mount, 9))
     assert mount.version() == 2 and (array(mount.model / "weights") == 9).all()
-    with raises(errno.EACCES):
-        os.open(mount.model / "publish", os.O_RDONLY)
-    with raises(errno.EINVAL):
-        os.open(mount.model / "publish", os.O_WRONLY | os.O_APPEND)
+    fails(errno.EACCES, os.open, mount.model / "publish", os.O_RDONLY)
+    fails(errno.EINVAL, os.open, mount.model / "publish", os.O_WRONLY | os.O_APPEND)
     for act in (os.unlink, lambda path: os.rename(path, mount.model / "other"), lambda path: os.chmod(path, 0o777)):
-        with raises(errno.EPERM):
-            act(mount.model / "publish")
-    with raises(errno.EEXIST):
-        os.open(mount.model / "publish", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        fails(errno.EPERM, act, mount.model / "publish")
+    fails(errno.EEXIST, os.open, mount.model / "publish", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
 
 def test_each_open_of_publish_is_a_publication_of_its_own(mounted):
@@ -165,8 +107,7 @@ def test_each_open_of_publish_is_a_publication_of_its_own(mounted):
     assert mount.version() == 2 and (array(mount.model / "weights") == 1).all()
     # The same one cannot be opened twice: the second program would not know whose bytes count.
     fd = os.open(mount.model / "publish", os.O_WRONLY)
-    with raises(errno.EBUSY):
-        os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+    fails(errno.EBUSY, os.open, f"/proc/self/fd/{fd}", os.O_WRONLY)
     assert "open publish by its path" in why(mount)
     os.close(fd)
     assert mount.version() == 2, "without anything written"
@@ -206,8 +147,7 @@ def test_mapped_weights_are_published_at_fsync(mounted):
     os.fsync(fd)
     assert mount.version() == 2 and array(mount.model / "weights")[2:5].tolist() == [1, 5, 1]
     view[SIZE // 4 - 1] = np.nan
-    with raises(errno.EINVAL):
-        os.fsync(fd)
+    fails(errno.EINVAL, os.fsync, fd)
     assert "NaN" in why(mount) and mount.version() == 2
     view[:] = 7
     os.fsync(fd)
@@ -234,8 +174,7 @@ def test_mapped_weights_are_published_at_fsync__or_what_was_written(mounted):
     assert mount.version() == 3 and array(mount.model / "weights")[:4].tolist() == [1, 3, 2, 1]
     fd = os.open(mount.model / "publish", os.O_RDWR | os.O_DIRECT | os.O_TRUNC)
     os.pwrite(fd, f32(3), 4)
-    with raises(errno.EINVAL):
-        os.close(fd)
+    fails(errno.EINVAL, os.close, fd)
     assert "not all of its" in why(mount)
     fd, view = mapped(mount, os.O_RDWR | os.O_DIRECT | os.O_TRUNC)
     os.ftruncate(fd, SIZE)
@@ -297,47 +236,6 @@ def test_stores_after_fsync_change_no_version__nor_tear_one_while_they_go_on(mou
     stop.set()
     storing.result(300)
     os.close(fd)
-
-
-# Weights that cannot come: with `gradients` begun, in one process, a publication waits.
-WAITS = """
-import errno, mmap
-class Interrupted(Exception): pass
-def interrupt(*_): raise Interrupted
-signal.signal(signal.SIGTERM, interrupt)
-fd = os.open(argv[0], os.O_RDWR | os.O_DIRECT)
-memory = mmap.mmap(fd, os.stat(argv[0]).st_size)
-memory[:] = bytes([0, 0, 224, 64]) * (len(memory) // 4)  # 7.0
-say("waits")
-try:
-    os.fsync(fd)
-    say("done")
-except Interrupted:
-    say("interrupted")
-except OSError as error:
-    say(errno.errorcode[error.errno])
-wait()
-"""
-
-
-@pytest.mark.one_process
-def test_mapped_weights_are_published_at_fsync__or_never_once_a_signal_ends_it(mounted):
-    mount = mounted(lease=0)
-    fd = os.open(mount.join("a") / "gradients", os.O_WRONLY)
-    os.pwrite(fd, filled(mount, 3)[: BLOCK // 4], 0)
-    child = program(WAITS, mount.model / "publish")
-    assert hear(child) == "waits"
-    time.sleep(0.3)
-    with takes(0, 2):
-        child.send_signal(signal.SIGTERM)
-        assert hear(child) in ("interrupted", "EINTR")
-    os.close(fd)
-    assert mount.wait_for_version(1) == 1
-    time.sleep(0.2)
-    weights = array(mount.model / "weights")
-    assert mount.version() == 1 and (weights[: BLOCK // 4] == 3).all() and not weights[BLOCK // 4 :].any()
-    go(child)
-    finish(child)
 
 
 @pytest.mark.one_process

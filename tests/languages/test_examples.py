@@ -35,14 +35,14 @@ def example(script, *arguments, status=0):
 
 @pytest.mark.parametrize("flags", [[], ["--mmap"]], ids=["write", "mmap"])
 def test_three_learners_in_numpy(digits, flags):
-    out = example("train_digits.py", digits, "--learners", "3", "--batch", "96", "--check", *flags)
+    out = example("train_digits.py", digits, "--learners", "3", "--batch", "96", "--epochs", "10", "--check", *flags)
     assert "check passed" in out
 
 
 def test_two_learners_in_torch(digits):
     pytest.importorskip("torch")
     pytest.importorskip("safetensors.torch")
-    assert "check passed" in example("train_torch.py", digits, "--epochs", "10", "--check")
+    assert "check passed" in example("train_torch.py", digits, "--epochs", "5", "--check")
 
 
 def test_running_statistics_of_batch_norm_are_averaged(start_mount, tmp_path):
