@@ -30,8 +30,8 @@ def mounts(both=True, **defaults):
     @pytest.fixture(params=["passthrough", "through the daemon"] if both else ["passthrough"])
     def mounted(start_mount, request):
         def start(**options):
-            options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, **defaults, **options}
-            return start_mount(no_passthrough=request.param != "passthrough", **options)
+            mode = {"no_passthrough": request.param != "passthrough"}
+            return start_mount(**{"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, **mode, **defaults, **options})
 
         return start
 
@@ -47,6 +47,7 @@ def ship_mapped(place, data, declares=False):
             if declares:
                 os.posix_fallocate(fd, 0, len(mapping))
             os.fsync(fd)
+            assert mapping[:] == memoryview(data).cast("B"), "the memory keeps what was stored"
     finally:
         os.close(fd)
 
@@ -72,10 +73,10 @@ def filled(mount, value):
     return np.full(os.stat(mount.model / "weights").st_size // 4, value, "<f4")
 
 
-def array(path):
-    """A whole file of float32 values, by one open."""
+def array(path, dtype="<f4"):
+    """A whole file of values, by one open."""
     with open(path, "rb", buffering=0) as file:
-        return np.frombuffer(file.readall(), "<f4")
+        return np.frombuffer(file.readall(), dtype)
 
 
 def bf16(values):

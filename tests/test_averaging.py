@@ -31,22 +31,24 @@ class Learners:
     """Learners of one mount that take their steps together."""
 
     def __init__(self, mount, count, first=0):
+        self.dtype = "<f8" if (mount.model / "weights").stat().st_size == 8 * COUNT else "<f4"
         self.places = [mount.join(f"l{i}") for i in range(first, first + count)]
         self.threads = ThreadPoolExecutor(count)
 
     def read(self):
         """What each learner reads of its weights."""
-        return list(self.threads.map(lambda place: array(place / "weights").copy(), self.places))
+        return list(self.threads.map(lambda place: array(place / "weights", self.dtype).copy(), self.places))
 
     def write(self, models):
-        write = lambda place, model: (place / "gradients").write_bytes(model.astype("<f4").tobytes())  # noqa: E731
+        write = lambda place, model: (place / "gradients").write_bytes(model.astype(self.dtype).tobytes())  # noqa: E731
         list(self.threads.map(write, self.places, models))
 
 
-def model(start_mount, count, reducer, **settings):
+def model(start_mount, count, reducer, dtype="<f4", **settings):
     """A mount with a model that is not zero, and what it is."""
-    mount = start_mount(block_size=BLOCK, learners=count, size=SIZE, reducer=reducer, **settings)
-    first = numbers(0).astype("<f4")
+    settings |= {"size": COUNT * np.dtype(dtype).itemsize, "dtype": {"<f4": "f32", "<f8": "f64"}[dtype]}
+    mount = start_mount(block_size=BLOCK, learners=count, reducer=reducer, **settings)
+    first = numbers(0).astype(dtype)
     (mount.model / "weights").write_bytes(first.tobytes())
     mount.wait_for_version(1)
     return mount, first.astype("f8")
@@ -66,22 +68,22 @@ def test_average_goes_to_the_mean_of_the_models(start_mount):
 
 
 @pytest.mark.also_on_network
-@pytest.mark.parametrize("elasticity", [0, 0.2])
-def test_easgd_is_elastic_averaging(start_mount, elasticity):
+@pytest.mark.parametrize("elasticity, dtype, fine", [(0, "<f4", FINE), (0.2, "<f8", 1e-13)])
+def test_easgd_is_elastic_averaging(start_mount, elasticity, dtype, fine):
     """Each learner reads a replica of its own; `weights` of the model is the central one."""
-    mount, central = model(start_mount, 3, "easgd", elasticity=elasticity)
+    mount, central = model(start_mount, 3, "easgd", dtype, elasticity=elasticity)
     learners, alpha = Learners(mount, 3), elasticity or 1 / 3
     replicas = [central] * 3
     for step in range(5):
         read = learners.read()
-        np.testing.assert_allclose(read, replicas, rtol=0, atol=4 * FINE)
+        np.testing.assert_allclose(read, replicas, rtol=0, atol=4 * fine)
         written = [weights - 0.1 * gradient(weights, who, step) for who, weights in enumerate(read)]
         learners.write(written)
         corrections = [alpha * (replica - central) for replica in replicas]
         replicas = [model - correction for model, correction in zip(written, corrections, strict=True)]
         central = central + sum(corrections)
     learners.read()
-    np.testing.assert_allclose(array(mount.model / "weights"), central, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(array(mount.model / "weights", dtype), central, rtol=0, atol=5 * fine)
 
 
 def test_easgd_is_elastic_averaging__of_all_mounts_learners(cluster):
@@ -148,21 +150,22 @@ def test_sma_has_two_levels(cluster):
 
 
 @pytest.mark.also_on_network
-def test_diloco_steps_along_the_mean_change(start_mount):
+@pytest.mark.parametrize("dtype, fine", [("<f4", FINE), ("<f8", 1e-13)])
+def test_diloco_steps_along_the_mean_change(start_mount, dtype, fine):
     """Nesterov momentum as torch has it, with the mean of what learners began from, less what they came to, as gradient."""
-    mount, central = model(start_mount, 2, "diloco", momentum=0.9, learning_rate=0.7)
+    mount, central = model(start_mount, 2, "diloco", dtype, momentum=0.9, learning_rate=0.7)
     learners, momentum = Learners(mount, 2), None
     for outer in range(5):
         models = []
         for who, weights in enumerate(learners.read()):
             for inner in range(3):
                 weights = weights - 0.1 * gradient(weights, who, 10 * outer + inner)
-            models.append(weights.astype("<f4").astype("f8"))
+            models.append(weights.astype(dtype).astype("f8"))
         learners.write(models)
         pseudo = np.mean([central - model for model in models], axis=0)
         momentum = pseudo if momentum is None else 0.9 * momentum + pseudo
         central = central - 0.7 * (pseudo + 0.9 * momentum)
-    np.testing.assert_allclose(learners.read()[0], central, rtol=0, atol=20 * FINE)
+    np.testing.assert_allclose(learners.read()[0], central, rtol=0, atol=20 * fine)
 
 
 @pytest.mark.also_on_network

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from conftest import gradfs_binary, ran, write_all
 from daemons import ONE, as_root, in_namespace, is_mounted, place_for_all
+from filetools import write_safetensors
 from patience import HANGS
 
 # What the command says of the process that goes on.
@@ -194,12 +196,28 @@ def test_a_refusal_in_the_log_names_model_learner_and_process(start_mount, tmp_p
     assert {line["call"]: line.get("learner") for line in lines} == {"write": None, "close": "a", "mkdir": None}, lines
 
 
+def test_a_refusal_in_the_log_names_model_learner_and_process__as_do_other_warnings(start_mount, tmp_path):
+    """A program is killed while it writes a setting; half of the bytes end with a tensor."""
+    log = tmp_path / "log.json"
+    source = write_safetensors(tmp_path / "policy.safetensors", {name: ("F32", (16,), bytes(64)) for name in "ab"})
+    mount = start_mount("--log-format", "json", "--log-file", log, model=source, reducer="sum")
+    write_all(mount.join("a") / "gradients", bytes(64))
+    writes = "import os, sys; os.write(os.open(sys.argv[1], os.O_WRONLY), b'0.5'); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", writes, mount.model / "control/learning_rate"])
+    for words, learner in [("while it wrote", None), ("ends with a tensor", "a")]:
+        said = lambda: [line for line in map(json.loads, log.read_text().splitlines()) if words in line["message"]]  # noqa: B023, E731
+        line = wait_until(said)[0]
+        assert (line["model"], line.get("learner")) == ("policy", learner), line
+
+
 def test_the_log_is_lines_of_text_or_json__the_last_error(gradfs, tmp_path):
     done = gradfs("up", "--size", "64KiB", tmp_path / "none", env={"GRADFS_LOG_FORMAT": "json"})
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1, done
     said = json.loads(line)
     assert said["level"] == "ERROR" and "does not exist" in said["message"] and "mkdir -p" in said["hint"], said
+    done = gradfs("up", "--size", "64KiB", tmp_path / "none", "--log-file", tmp_path / "log")
+    assert done.stderr.startswith("gradfs: error: the mountpoint") and "does not exist" in (tmp_path / "log").read_text(), done
 
 
 @as_root

@@ -91,6 +91,20 @@ def test_an_averaged_tensor_is_the_mean_of_what_learners_wrote(start_mount, mode
     expect(mount, 1 - moved, -1.5, 0.5)
 
 
+@pytest.mark.also_on_network
+@pytest.mark.parametrize("consistency", ["async", "ssp(1)"])
+def test_an_averaged_tensor_is_the_mean_of_what_learners_wrote__one_a_version(start_mount, model, consistency):
+    """That of the newest contribution, whatever its staleness."""
+    settings = {**SETTINGS, "consistency": consistency, "staleness_aware": True, "learning_rate": 0}
+    mount = start_mount(model=model(), learners=2, **settings)
+    mounts, shown = joined(mount, "ab"), [1, 1]
+    for version, (name, values) in enumerate([("a", (3, 40)), ("b", (5, 8)), ("a", (7, None)), ("b", (None, 9))], 1):
+        step({name: mounts[name]}, {name: of(1, *values)})
+        mount.wait_for_version(version)
+        shown = [new or old for new, old in zip(values, shown)]
+        expect(mount, 1, *shown)
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("wire", ["full", "int8", "topk(0.01)"])
 def test_an_averaged_tensor_is_the_mean_of_what_learners_wrote__on_several_mounts(cluster, model, transport, wire):

@@ -4,6 +4,7 @@ docs/operate/cluster.md promises it."""
 import contextlib
 import errno
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -11,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from conftest import write_all
-from filetools import BLOCK, array, eventually, hear, outcome, program, raises, takes
+from filetools import BLOCK, array, eventually, finish, go, hear, outcome, program, raises, takes
 from patience import Limit
 
 SIZE = 4 * BLOCK
@@ -35,6 +36,18 @@ while True:
         say("done")
     except OSError as error:
         say(error.errno)
+"""
+
+INTERRUPTED = """
+fd = os.open(argv[0] + "/gradients", os.O_WRONLY)
+os.write(fd, bytes(int(argv[1])))
+say("written"); wait()
+try:
+    os.fsync(fd)
+except KeyboardInterrupt:
+    say("interrupted")
+wait()
+os.fsync(fd)
 """
 
 
@@ -192,6 +205,27 @@ def test_a_contribution_can_be_taken_back__and_a_step_that_is_repeated_trains_on
         assert errors[0][0] == errno.EIO and "may count" in errors[0][1], "nobody knows"
     else:
         assert errors[0][0] == errno.ETIMEDOUT and "may count" in errors[0][1], "nobody knows"
+
+
+@pytest.mark.parametrize("which", ["its coordinator", "another one"])
+def test_a_signal_ends_a_wait__while_a_shard_is_away(cluster, which):
+    one = cluster(2)
+    create(one, "m", shards=2, shard_patience=LONG, consistency="sync")
+    mount = one.mount()
+    place = mount.join("x")
+    coordinator = one.coordinator_shard("m")
+    shard = next(shard for shard in one.shards if (shard is coordinator) == (which == "its coordinator"))
+    child = program(INTERRUPTED, place, SIZE)
+    assert hear(child) == "written"
+    with shard.paused():
+        go(child)
+        time.sleep(1)
+        with takes(0, LONG / 2):
+            child.send_signal(signal.SIGINT)
+            assert hear(child) == "interrupted"
+    go(child)
+    finish(child)
+    assert mount.wait_for_version(1) == 1, "fsync could be called again"
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])

@@ -46,6 +46,7 @@ def no_frame(peer, what, expected, got):
 # The bytes; their fault, the expected value, the received value.
 GARBAGE = {
     "http": (b"GET / HTTP/1.1\r\nHost: shard\r\n\r\n" + b" " * 40, "magic", "0x4647", "0x4547"),
+    "much": (b"much" * 500_000, "magic", "0x4647", "0x756d"),
     "body beyond the limit": (frame(body("Ping"), lengths=(1 << 31, 0)), "body", "at most 4096", "2147483648"),
     "payload before the greeting": (frame(body("Ping"), lengths=(1, 1 << 30)), "payload", "at most 0", "1073741824"),
     "more than a message": (frame(body("Ping") + b"x"), "body", "no more", "1 bytes more"),
@@ -61,6 +62,14 @@ def test_garbage_ends_its_own_connection_alone(world, case):
         with world.peer(shard=shard) as peer:
             peer.send(data)
             no_frame(peer, *wrong)
+
+
+def test_garbage_ends_its_own_connection_alone__however_long_it_is(world):
+    """Somebody who goes on talking is not listened to for long."""
+    with world.peer() as peer, takes(0, 4), pytest.raises((BrokenPipeError, ConnectionResetError)):
+        peer.socket.settimeout(4)
+        while True:
+            peer.socket.sendall(b"much" * 10_000)
 
 
 def test_those_who_are_turned_away_are_named_in_the_log(world):
@@ -143,7 +152,10 @@ def test_a_message_of_another_epoch_is_refused(world, role):
 
 @pytest.mark.parametrize(
     "role, name, fields",
-    [("data", "Hello", (wire.PROTOCOL, 0, "m", 0, 0)), ("admin", "Join", ("x",)), ("control", "Conclude", (1,))],
+    [
+        ("data", "Hello", (wire.PROTOCOL, 0, "m", 0, 0)), ("admin", "Join", ("x",)), ("control", "Conclude", (1,)),
+        (None, "Join", ("x",)),
+    ],  # fmt: skip
 )
 def test_a_message_of_another_role_is_refused_by_name(world, role, name, fields):
     with world.peer(role) as peer:

@@ -1,4 +1,4 @@
-"""Connections of a cluster that are damaged, slow or lost, as docs/use/semantics.md promises it "On a network"."""
+"""Connections of a cluster that are damaged, slow or lost, as docs/operate/cluster.md promises it."""
 
 import threading
 import time
@@ -32,6 +32,27 @@ def test_damage_on_the_way_is_repaired(cluster, way, harm):
         assert any(found in shard.get("connection_lost_because", "") for shard in mount.status()["shards"])
     give(mount, 100)
     assert only(mount) == 111
+
+
+@pytest.mark.parametrize("role, way", [("control", "up"), ("control", "down"), ("coordinator", "up"), ("coordinator", "down")])
+def test_damage_on_the_way_is_repaired__of_messages(cluster, role, way):
+    """The end that finds the damage ends the connection, and does nothing else: no request takes it for its answer."""
+    one, proxies = proxied(cluster)
+    mount = begun(one)
+
+    def spoil(data):
+        return data[:-1] + bytes([data[-1] ^ 0x10])
+
+    rules = [once(lambda connection, direction, _: connection.role == role and direction == way, spoil) for _ in proxies]
+    for proxy, (rule, _) in zip(proxies, rules):
+        proxy.rule = rule
+    with takes(0, 8):
+        give(mount, 10)
+        assert only(mount) == 11
+    assert any(done.is_set() for _, done in rules)
+    give(mount, 100)
+    assert only(mount) == 111
+    assert mount.status()["state"] == "running" and one.coordinator("m")["contributions"] == 3
 
 
 class BlackHole:

@@ -1,4 +1,4 @@
-"""A drain that is taken back, and mounts that live through one, as docs/use/semantics.md promises it "On a network"."""
+"""A drain that is taken back, and mounts that live through one, as docs/operate/cluster.md promises it."""
 
 import itertools
 import json

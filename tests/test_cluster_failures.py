@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import pause
 from filetools import (
-    BLOCK, Threads, array, eventually, finish, give, go, hear, killed, only, outcome, program, raises, takes
+    BLOCK, Threads, array, eventually, finish, give, go, hear, killed, only, outcome, program, raises, shows, takes
 )
 from test_metrics import Metrics
 
@@ -175,6 +175,22 @@ def test_a_stopped_shard_holds_requests_up_until_their_deadlines(cluster):
         assert tens in (0, 10) and 0 <= hundreds < len(ends), (before, now, ends)
 
 
+def test_a_stopped_shard_holds_requests_up_until_their_deadlines__also_writes_of_new_weights(cluster):
+    # More than the buffers between a mount and a shard can hold.
+    size = 16 << 20
+    one = model(cluster(2), size=size, timeout=0.7, lease=5, reducer="assign")
+    mount, other = one.mount(), one.mount()
+    write = lambda value: outcome((mount.model / "weights").write_bytes, np.full(size // 4, value, "<f4").tobytes())  # noqa: E731
+    assert write(1) == "done"
+    for value, shard in enumerate(one.shards, 2):
+        with shard.paused(), takes(0.5, 4):
+            assert write(10 * value) == "ETIMEDOUT"
+        assert only(mount) in (1, value - 1)
+        eventually(lambda value=value: write(value) == "done", deadline=10)
+        assert only(mount) == value
+        eventually(lambda value=value: only(other) == value)
+
+
 def test_a_shard_that_was_stopped_for_longer_than_the_lease_lets_nobody_go(cluster):
     one = model(cluster(2), timeout=200)
     mount = one.mount()
@@ -221,6 +237,13 @@ def test_a_killed_shard_is_an_error_and_no_hang(cluster):
     assert only(mount) == 1
     # The coordinator tells of the job's state now and then.
     eventually(lambda: mount.status()["state"] == "failed", deadline=5)
+    assert "waiting for shard" not in one.run("status").stdout and mount.status()["waits_for_shards"] == []
+    # It is deleted as others are, and the mount shows the new model of the name.
+    eventually(lambda: one.run("delete", "m").returncode == 0, deadline=20)
+    model(one)
+    eventually(lambda: shows(mount.model, 0), deadline=20)
+    give(mount, 1)
+    assert mount.stop() == 0
 
 
 def test_a_killed_coordinator_is_an_error_and_no_hang(cluster):
@@ -251,7 +274,7 @@ def has_failed(mount, **waits):
 
 @pytest.mark.parametrize("registry", ["in it", "elsewhere"])
 def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cluster, registry):
-    """Also what waits already; also once there is another model of the name."""
+    """Also what waits already, and beside a failed write; also once there is another model of the name."""
     one = model(cluster(2), timeout=200, lease=30, learners=2)
     mounts = one.mount(), one.mount()
     for mount, name in zip(mounts, "ab"):
@@ -267,12 +290,15 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cl
     give(mounts[0], 1, "a")
     waiting = Threads().start(outcome, array, mounts[0].place("a") / "weights")
     time.sleep(0.3)
+    fd = os.open(mounts[1].model / "gradients", os.O_WRONLY)
+    assert outcome(os.pwrite, fd, bytes(4), SIZE) == "EFBIG"
     coordinator.kill()
     one.add_shard(listen=coordinator.address)
     with takes(0, 12):
         assert waiting.result(300) == "EIO"
         for mount in mounts:
             has_failed(mount, deadline=10)
+    assert outcome(os.close, fd) == "EFBIG", "what was refused here is said where it ends"
     # The registry may have to hear of the model first, from the shard that still has a partition of it.
     eventually(lambda: one.run("delete", "m").returncode == 0, deadline=20)
     model(one)
@@ -421,6 +447,23 @@ def cut_off(one, proxies):
     return mount, cut, mend
 
 
+def test_a_learner_whose_last_process_exits_leaves_after_linger__also_while_its_mount_is_cut_off(cluster):
+    one, proxies = proxied(cluster, learners=2, timeout=200, lease=20, linger=1)
+    b = one.mount()
+    a, cut, mend = cut_off(one, proxies)
+    a.join("a"), b.join("b")
+    child = program("fd = os.open(argv[0], os.O_WRONLY)\nsay('open')\nwait()", a.place("a") / "gradients")
+    hear(child)
+    cut()
+    finish(child)
+    time.sleep(0.5)
+    mend()
+    give(b, 1, "b")
+    with takes(0, 6):
+        assert only(b, "b") == 1
+    eventually(lambda: "a" not in os.listdir(a.model / "learners"))
+
+
 def test_leases_expire__but_not_of_a_learner_that_was_opened_while_its_mount_was_cut_off(cluster):
     one, proxies = proxied(cluster, lease=2)
     a, cut, mend = cut_off(one, proxies)
@@ -434,6 +477,30 @@ def test_leases_expire__but_not_of_a_learner_that_was_opened_while_its_mount_was
     os.write(fd, np.ones(ELEMENTS, "<f4").tobytes())
     os.close(fd)
     assert only(a, "a") == 1
+
+
+def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__on_all_mounts_and_by_the_command(cluster):
+    """Those who have not joined are counted, and then the others are named."""
+    one = model(cluster(2), learners=2, timeout=200, lease=0)
+    mounts = a, b = one.mount(), one.mount()
+    b.join("b")
+    give(b, 1, "b")
+    for mount in mounts:
+        eventually(lambda mount=mount: mount.status()["waits_for_more_learners"] == 1)
+    eventually(lambda: "s for 1 more to join (control/learners)" in b.stderr())
+    a.join("slow")
+    for mount in mounts:
+        (late,) = eventually(lambda mount=mount: mount.status()["waits_for_learners"])
+        assert late["id"] == "slow" and mount.status()["waits_for_more_learners"] == 0
+    shown = one.run("status")
+    assert "m: waiting for" in shown.stdout and "s for learners: slow" in shown.stdout and shown.returncode == 0
+    (job,) = one.status()["jobs"]
+    assert job["waits_for_learners"]["learners"] == ["slow"]
+    for log in (a.stderr, b.stderr, one.coordinator_shard("m").stderr):
+        eventually(lambda log=log: log().count("s for slow") == 1)
+    give(a, 1, "slow")
+    eventually(lambda: b.status()["waits_for_learners"] == [])
+    assert only(b, "b") == 2
 
 
 @pytest.mark.parametrize("which", ["the coordinator", "another"])

@@ -5,7 +5,7 @@ import mmap
 import os
 
 import numpy as np
-from filetools import BLOCK, array, eventually, fails
+from filetools import BLOCK, array, close, eventually, fails
 
 SIZE = 16 * BLOCK + 4096
 ELEMENTS = SIZE // 4
@@ -61,3 +61,19 @@ def test_versions_shown_from_the_shards_memory_hold_nobody_up(cluster):
     for _, fd, mapping in held:
         mapping.close()
         os.close(fd)
+
+
+def test_versions_shown_from_the_shards_memory_hold_nobody_up__but_who_must_see_a_newer_one_is_told_why(cluster):
+    """A learner holds all versions that its mount may show. Nobody else is missing."""
+    one = cluster(1, size=SIZE, block_size=BLOCK, reducer="sum", learners=1, timeout=0.5, max_versions=MOST)
+    mount = one.mount(transport="shm")
+    place, held = mount.join("a"), []
+    for _ in range(2 * MOST):
+        held.append(os.open(place / "weights", os.O_RDONLY))
+        mount.contribute(np.ones(ELEMENTS, "<f4"), learner="a")
+        eventually(lambda: mount.seen() == len(held) or len(held) == 2 * MOST)
+    fails(errno.ETIMEDOUT, os.open, place / "weights", os.O_RDONLY)
+    assert "every version buffer of this mount is held open" in (place / "error").read_text()
+    close(held.pop(0))
+    assert (array(place / "weights") == 2 * MOST).all()
+    close(*held)

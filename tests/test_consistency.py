@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, Threads, array, eventually, fails, give, mounts, ship_mapped, takes
+from filetools import BLOCK, Threads, array, eventually, fails, filled, give, impatient, mounts, ship_mapped, takes
 
 SIZE = 2 * BLOCK + 1236
 
@@ -150,9 +150,9 @@ def trained(mount, order, pauses):
     return mount.weights()
 
 
-def test_deterministic_is_bit_for_bit(mounted):
+def test_deterministic_is_bit_for_bit(mounted, way):
     def run(seed, **options):
-        mount = joined(mounted(learners=len(NAMES), reducer="adam", **options), NAMES)
+        mount = joined(mounted(learners=len(NAMES), reducer="adam", **options, **way), NAMES)
         assert mount.control("deterministic") == "true"
         weights = trained(mount, random.Random(seed), [0, 0.03, 0.1])
         mount.stop()
@@ -171,3 +171,25 @@ def test_deterministic_is_bit_for_bit__in_the_order_of_learners(mounted):
         other = other + (((parts[3] + parts[2]) + parts[1]) + parts[0])
     assert expected.tobytes() != other.tobytes(), "the order makes a difference"
     assert trained(mount, random.Random(1), [0, 0.05]) == expected.tobytes()
+
+
+def test_deterministic_is_bit_for_bit__so_what_is_mapped_waits_for_its_version(mounted, way):
+    mount = joined(mounted(learners=2, deterministic=True, **way), "ab")
+    with impatient(mount), takes(0.35, 5):
+        fails(errno.ETIMEDOUT, ship_mapped, mount.place("a"), filled(mount, 1))
+    assert (mount.place("a") / "error").read_text().rstrip().endswith('not committed: "b"'), "who is waited for"
+    waits = Threads().start(ship_mapped, mount.place("a"), filled(mount, 1))
+    time.sleep(0.1)
+    assert not waits.done()
+    give(mount, 10, "b")
+    waits.result(300)
+    assert mount.version() == 1 and only(mount) == 11
+
+
+@pytest.mark.one_process
+def test_deterministic_is_bit_for_bit__only_where_all_are_waited_for(mounted, gradfs, mnt):
+    mount = mounted(deterministic=True)
+    fails(errno.EINVAL, mount.control, "consistency", "async")
+    assert (mount.control("deterministic"), mount.control("consistency")) == ("true", "sync")
+    done = gradfs("up", "--size", "1MiB", "--deterministic", "--consistency", "ssp(1)", mnt)
+    assert done.returncode == 2 and "needs consistency sync" in done.stderr, done

@@ -11,7 +11,6 @@ import pytest
 from daemons import BLOCK, ONE, child, small
 
 
-
 def test_a_bystander_that_is_killed_takes_nobody_else_along(start_mount, child):
     """Two processes write as the mount's own learner; one of them, which wrote nothing, is killed."""
     mount = small(start_mount)

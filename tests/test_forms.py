@@ -70,6 +70,17 @@ def test_what_a_form_loses_comes_with_the_next_contributions(cluster, name):
     assert np.abs(weights - exact).max() < 1e-4
 
 
+def test_what_a_form_loses_comes_with_the_next_contributions__of_the_same_unit(cluster):
+    """What is left of gradients is nothing under another reducer, or with another loss scale."""
+    mount = over_tcp(cluster, wire="topk(0.01)", reducer="sgd", learning_rate=1)
+    for name, value in [("loss_scale", 1024), ("reducer", "sum")]:
+        mount.contribute(numbers(SIZE, 1))
+        mount.control(name, value)
+        before = array(mount.model / "weights")
+        mount.contribute(filled(mount, 0))
+        assert (array(mount.model / "weights") == before).all(), name
+
+
 def test_training_in_a_smaller_form_ends_where_training_in_full_does(cluster):
     """The mean of noisy gradients of a quadratic; the noise is the same in all runs."""
     target = numbers(SIZE, 9)

@@ -133,6 +133,7 @@ def is_refused(mount, _):
     ):  # fmt: skip
         with pytest.raises(OSError):
             call()
+    assert mount.version() == 0
 
 
 def sets(mount, number):

@@ -219,7 +219,7 @@ def test_wrong_requests_are_refused_and_change_nothing(served):
     mount, path = served
     weights = (mount.model / "weights").read_bytes()
     client = opened(path, "model/weights")
-    for words, errno in [((READ, SIZE - 1, 2), 22), ((READ, 2**64 - 1, 2), 22), ((READ, 0, 33 * MIB), 22), ((TRIM, 0, 4096), 1), ((77, 0, 0), 22)]:
+    for words, errno in [((READ, SIZE - 1, 2), 22), ((READ, 2**64 - 1, 2), 22), ((READ, 0, 33 * MIB), 22), ((TRIM, 0, 4096), 1), ((ZEROES, 0, 4096), 1), ((STATUS, 0, 4096), 22), ((77, 0, 0), 22)]:
         got, message = client.ask(*words)
         assert got == errno and message, (words, got)
     # The payload of a write is not taken for requests, however long it is.

@@ -1,6 +1,5 @@
 """What a build without optional parts says of them. scripts/test runs this with such a build."""
 
-
 import pytest
 from conftest import gradfs_binary, ran
 

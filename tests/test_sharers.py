@@ -96,6 +96,18 @@ def test_fsync_or_close_is_the_only_success__for_each_handle_that_wrote(mounted,
             assert holds_what_was_taken(), f"told by {told_by}: the next one starts clean"
 
 
+def test_fsync_or_close_is_the_only_success__not_after_a_write_that_failed(mounted):
+    """Another handle's close reports the failure and drops the contribution; the one whose write failed hears of it too."""
+    mount = mounted()
+    first, second = (os.open(mount.model / "gradients", os.O_WRONLY) for _ in range(2))
+    os.pwrite(first, ONES, 0)
+    fails(errno.EINVAL, os.pwrite, second, ONES * np.nan, BLOCK)
+    fails(errno.EINVAL, os.close, first)
+    fails(errno.EIO, os.close, second)
+    mount.contribute(ONES)
+    assert mount.version() == 1 and array(mount.model / "weights").sum() == len(ONES)
+
+
 def test_fsync_or_close_is_the_only_success__of_what_was_taken_before(mounted):
     """A loss concerns only programs that wrote into the lost contribution."""
     mount = mounted()

@@ -1,10 +1,11 @@
 """Threads and programs write as one learner at once: a contribution counts exactly if its writer got success."""
 
+import itertools
 import os
 import threading
 
 import numpy as np
-from filetools import BLOCK, Threads, array, filled, mounts, outcome
+from filetools import BLOCK, Threads, array, filled, hear, killed, mounts, outcome, program
 
 mounted = mounts(both=False, lease=0)
 ONES = np.ones(BLOCK // 4, "<f4")
@@ -45,3 +46,36 @@ def test_exactly_once__for_many_handles(mounted):
     weights = array(mount.place("a") / "weights")[: hands * BLOCK // 4].reshape(hands, -1)
     assert (weights == weights[:, :1]).all() and weights[:, 0].tolist() == told, busy
     assert sum(told) > 50
+
+
+REFUSED = """
+fd = os.open(argv[0], os.O_RDWR | os.O_DIRECT)
+memory = memoryview(mmap.mmap(fd, 0)).cast("f")
+memory[5] = float("nan")
+say("keeps on")
+while os.getppid() != 1:
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass
+"""
+
+
+def test_exactly_once__beside_a_mapping_that_is_refused(mounted):
+    """A program that ships NaN over and over spoils what another one writes as the same learner; it says so."""
+    mount = mounted()
+    gradients = mount.join("a") / "gradients"
+    refused = program(REFUSED, gradients)
+    hear(refused)
+    told, said = 0, set()
+    for attempt in itertools.count():
+        if told >= 20 and attempt >= 300:
+            break
+        fd = os.open(gradients, os.O_WRONLY)
+        ends = outcome(os.pwrite, fd, ONES, 0), outcome(os.close, fd)
+        told += ends == ("done", "done")
+        said |= set(ends)
+    weights = array(mount.place("a") / "weights")
+    assert (weights[: BLOCK // 4] == told).all() and weights.sum() == told * BLOCK // 4, said
+    assert said <= {"done", "EBUSY", "EIO"}
+    killed(refused)

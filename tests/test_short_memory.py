@@ -177,6 +177,13 @@ def test_a_limit_of_a_control_group_ends_no_daemon(group, start_mount):
     one_process_is_short(mount, lambda: group.limit(group.used() + SLACK))
 
 
+def test_a_limit_of_a_control_group_ends_no_daemon__on_a_network(group, cluster):
+    one = cluster(1, **SETTINGS)
+    group = group()
+    mount = one.mount(transport="tcp")
+    a_mount_is_short(mount, lambda: group.limit(group.used() + SLACK))
+
+
 def versions_give_way(mount, group):
     """Readers have held old versions, and have gone. There is no memory for what another learner writes besides."""
     a, held, b = Learner(mount), [], mount.join("b")
@@ -191,9 +198,11 @@ def versions_give_way(mount, group):
     assert mount.status()["version_buffers"]["existing"] <= 3 and mount.running()
 
 
-def test_free_versions_give_way_to_what_a_learner_writes(group, start_mount):
+@pytest.mark.parametrize("where", ["here", "network"])
+def test_free_versions_give_way_to_what_a_learner_writes(group, start_mount, cluster, where):
+    one = cluster(1, **SETTINGS, **ASYNC) if where == "network" else None
     group = group()
-    versions_give_way(start_mount(**SETTINGS, **ASYNC), group)
+    versions_give_way(one.mount(transport="tcp") if one else start_mount(**SETTINGS, **ASYNC), group)
 
 
 def test_learners_that_write_end_no_daemon(group, start_mount):

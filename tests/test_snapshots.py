@@ -241,9 +241,13 @@ def test_a_save_that_fails_leaves_nothing(start_mount, tmp_path):
         assert done.returncode == 1 and "File too large" in done.stderr, done
         assert not folder.exists()
     folder.mkdir()
-    done = subprocess.run(command, preexec_fn=lambda: limited(1000), capture_output=True, timeout=300, check=False)
+    done = ran(command, preexec_fn=lambda: limited(1000))
     assert done.returncode == 1 and not os.listdir(folder)
-    assert subprocess.run(command, timeout=300, check=False).returncode == 0
+    assert ran(command).returncode == 0
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    done = ran([*command, "--replace"], preexec_fn=lambda: limited(1000))
+    assert done.returncode == 1 and f"{folder}/model.safetensors." in done.stderr, done
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before, "the old one is still there"
 
 
 def test_two_saves_do_not_write_into_one_directory_at_a_time(start_mount, gradfs, tmp_path):

@@ -1,6 +1,5 @@
 """A program that ends, and the next one that writes as the same learner as soon as the first is reaped."""
 
-
 import numpy as np
 import pytest
 from filetools import BLOCK, array, f32, finish, go, hear, killed, mounts, program

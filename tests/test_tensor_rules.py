@@ -105,6 +105,16 @@ def test_a_rule_counts_for_its_tensors(start_mount, model):
     train(mount, reference, range(100))
 
 
+def test_a_rule_counts_for_its_tensors__with_a_schedule(start_mount, model):
+    mount = start_mount(model=model, tensors=["head.* learning_rate_scale=0.1"], warmup=4, **SETTINGS)
+    reference = Torch().add("AdamW", (["embedding", "body.*", "norm.*"], ADAMW), (["head.*"], {**ADAMW, "lr": RATE * 0.1}))
+    rates = [group["lr"] for group in reference.optimizers[0].param_groups]
+    for number in range(8):
+        for group, rate in zip(reference.optimizers[0].param_groups, rates):
+            group["lr"] = rate * min(number / 4, 1)
+        train(mount, reference, [number])
+
+
 @pytest.mark.also_on_network
 def test_the_first_rule_that_matches_counts(start_mount, model):
     """A line that names nothing exempts its tensors from later ones."""
@@ -151,6 +161,25 @@ def test_wrong_rules_change_nothing(start_mount, model):
         fails(errno.EINVAL, mount.control, "tensors", rules)
         assert len(rules) > 65536 or why in mount.stderr()
         assert mount.control("tensors") == "\n".join(STILL)
+
+
+def test_wrong_rules_change_nothing__on_the_command_line(gradfs, model, mnt):
+    for rules, why in WRONG[-4:-1]:
+        done = gradfs("up", model, mnt, *(f"--tensors={rule}" for rule in rules.split("\n")))
+        assert done.returncode == 2 and why in done.stderr, done.stderr
+
+
+def test_wrong_rules_change_nothing__beside_other_settings(start_mount, model):
+    """Reducers that do not go together, whichever comes last."""
+    mount = start_mount(model=model, tensors=["head.* reducer=sum"], **SETTINGS)
+    for name, value, why in [
+        ("reducer", "assign", "a rule in tensors has reducer=sum: take that out first"),
+        ("clip_norm", "1", "only one of reducers adamw and sum takes the mean"),
+    ]:
+        fails(errno.EINVAL, mount.control, name, value)
+        assert why in mount.stderr()
+    mount.control("aggregation", "sum")
+    mount.control("clip_norm", "1")
 
 
 # A rule for each tensor, of which the last one freezes its tensor: almost 64 KiB.

@@ -19,7 +19,6 @@ from filetools import (
 )
 
 
-
 def mixed_tensors():
     return {
         "layer.0.weight": ("F32", (30, 1000), np.arange(30_000, dtype="<f4").tobytes()),

@@ -67,6 +67,21 @@ def test_models_and_sums_count_by_their_weight(start_mount, reducer):
 
 
 @pytest.mark.also_on_network
+def test_models_and_sums_count_by_their_weight__of_large_halves(start_mount):
+    """What is not written of a model is no change, whatever the weight."""
+    mount = start_mount(size=SIZE, block_size=BLOCK, dtype="f16", reducer="average")
+    large = np.full(SIZE // 2, 60_000, "<f2")
+    (mount.model / "weights").write_bytes(large.tobytes())
+    mount.wait_for_version(1)
+    place = mount.join("a")
+    weigh(mount, "a", 2)
+    (place / "weights").read_bytes()
+    large[:100] = 60_032
+    mount.contribute(large[:100], learner="a")
+    assert (place / "weights").read_bytes() == large.tobytes()
+
+
+@pytest.mark.also_on_network
 def test_a_weight_counts_from_the_next_contribution(start_mount):
     """Written in pieces, whole, in part or mapped."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum")

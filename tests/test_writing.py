@@ -114,7 +114,6 @@ def test_an_array_that_is_too_long_is_not_taken(start_mount, file):
     assert mount.weights() == f32(1).tobytes() + before[4:]
 
 
-
 def test_the_size_is_fixed(mounted):
     mount = mounted()
     path = mount.model / "gradients"

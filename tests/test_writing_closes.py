@@ -14,7 +14,7 @@ from conftest import ran, write_all
 from filetools import BLOCK, SIZE, array, eventually, f32, fails, filled, mounts, raises, shell, write_safetensors
 from patience import HANGS
 
-mounted = mounts(both=False)
+mounted = mounts()
 COUNT = SIZE // 4
 
 
@@ -189,6 +189,15 @@ def test_a_duplicates_close_ends_nothing(mounted):
     assert mount.version() == 4, "fsync ends it, duplicates or not"
     os.close(twice[1])
     assert mount.version() == 4
+
+
+def test_a_duplicates_close_ends_nothing__of_a_publication(mounted):
+    mount = mounted(reducer="assign")
+    values = np.arange(COUNT, dtype="<f4")
+    with open(mount.model / "publish", "wb") as file:
+        for part in np.array_split(values, 5):
+            part.tofile(file)
+    assert mount.version() == 1 and mount.weights() == values.tobytes()
 
 
 OUTLIVES = """

@@ -41,7 +41,7 @@ time.sleep(30)
 """
 
 
-mounted = mounts(both=False, lease=0)
+mounted = mounts(lease=0)
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
