@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::contributor::ContributeError;
 use libmodelio::vocabulary::block_slot::Placement;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use crate::site::{BLOCKS, Way, done, store};
+use crate::site::{BLOCKS, Way, begin_commit, done, outcome, store, write};
 
 pub fn each_path_reports_its_kind(way: &Way) {
     let site = way.striped_job(&[]);
@@ -63,4 +64,27 @@ pub fn several_contribute_as_one_learner(way: &Way) {
     let mut first = [0; 4];
     assert_eq!(other.read(0, &mut first), end.job.read(0, &mut [0; 4]));
     assert_eq!(f32::from_le_bytes(first), 1.0);
+}
+
+/// In this process.
+pub fn a_device_that_fails_is_named_to_the_learner(way: &Way) {
+    let site = way.job(&[("reducer", "adam")]);
+    let end = site.end();
+    let learner = end.join("a");
+    learner.push(1.0);
+    assert_eq!(learner.pull(), 1);
+    let before = end.bytes();
+    way.device().fail_after(2);
+    let contributor = learner.contributor();
+    let contribute = || {
+        let bytes = 2f32.to_le_bytes().repeat(before.1.len() / 4);
+        write(&contributor, 0, &bytes)?;
+        outcome(&begin_commit(&contributor))
+    };
+    // The contribution counts before the version is made of it, so its commit may be answered well.
+    let _ = contribute();
+    let failed = contribute().unwrap_err();
+    let is_named = |why: &str| why.contains("a device in software has failed");
+    assert!(matches!(&failed, ContributeError::Shard(ShardError::Lost(why)) if is_named(why)), "{failed}");
+    assert!(end.bytes() == before, "the last version stays");
 }

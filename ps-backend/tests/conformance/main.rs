@@ -7,6 +7,7 @@
 
 mod arithmetic;
 mod devices;
+mod early;
 mod leavers;
 mod members;
 mod refusals;
@@ -70,6 +71,7 @@ macro_rules! conforms {
                 nan_is_refused_when_offered,
                 nan_is_refused_at_the_commit,
                 nan_is_refused_to_the_learner_who_brings_it,
+                a_refused_block_fails_the_commit_whichever_thread_wrote_it,
                 accepted_nan_counts,
             ],
             waits: [
@@ -79,6 +81,7 @@ macro_rules! conforms {
                 an_aborted_contribution_is_dropped,
                 a_contribution_that_is_aborted_while_its_commit_waits_is_dropped,
                 an_end_that_shuts_down_answers_everybody,
+                answers_may_call_the_job,
             ],
             leavers: [
                 a_learner_that_leaves_in_mid_step_is_not_waited_for,
@@ -95,6 +98,7 @@ macro_rules! conforms {
             weights: [
                 new_weights_appear_whole_everywhere,
                 unwritten_bytes_keep_their_value,
+                new_weights_come_first_and_committed_contributions_on_top,
                 weights_can_be_written_only_when_the_job_allows_it,
                 a_buffer_is_assigned_once,
                 withdrawn_new_weights_count_wholly_or_not_at_all,
@@ -120,10 +124,11 @@ macro_rules! conforms {
                 a_mapping_writes_every_tensor,
                 frozen_tensors_are_never_reduced,
                 what_was_not_written_takes_no_part_in_assign,
+                assigned_contributions_hold_values_of_the_highest_learner_in_any_order,
                 values_that_a_mount_has_not_seen_yet_stay,
                 values_in_too_many_pieces_are_refused,
             ],
-            rounds: [random_rounds_count_exactly_once],
+            rounds: [random_rounds_count_exactly_once, learners_at_once_count_exactly_once],
         }
     };
 }
@@ -135,6 +140,37 @@ mod in_process {
 /// The state is on a device in software, as it would be on a GPU.
 mod in_process_on_device {
     conforms!(crate::site::Way::on_device());
+}
+
+/// What is so in one process alone.
+macro_rules! alone {
+    ($way:expr, $($more:tt)*) => {
+        on! {
+            $way,
+            early: [
+                blocks_are_reduced_before_any_learner_commits,
+                a_learner_that_begins_anew_or_leaves_takes_its_blocks_along,
+                blocks_of_the_last_learner_to_begin_are_reduced_as_they_come,
+                final_bytes_of_mappings_are_reduced_before_fsync,
+            ],
+            $($more)*
+        }
+    };
+}
+
+mod alone {
+    alone! {
+        crate::site::Way::in_process(),
+        waits: [a_commit_waits_for_a_buffer_that_readers_hold],
+        weights: [new_weights_are_shown_where_they_were_written],
+    }
+}
+
+mod alone_on_device {
+    alone! {
+        crate::site::Way::on_device(),
+        devices: [a_device_that_fails_is_named_to_the_learner],
+    }
 }
 
 mod shm {

@@ -1,14 +1,18 @@
 //! Refused requests change nothing.
-use std::sync::Arc;
+
+use std::sync::{Arc, Barrier};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::CommitNotice;
+use libmodelio::contributor::ContributeError;
 use libmodelio::vocabulary::block_slot::{BlockSlot, Placement};
 use libmodelio::vocabulary::ids::{BlockId, Step};
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use crate::site::{BLOCK, BLOCKS, End, LONG, Learner, Message, Way, answer, done};
+use crate::site::{
+    BLOCK, BLOCKS, End, LONG, Learner, Message, Way, answer, begin_commit, done, outcome, write,
+};
 
 /// One that waits for nobody, and one that does.
 const LEARNERS: [&str; 2] = ["1", "2"];
@@ -205,6 +209,36 @@ pub fn nan_is_refused_to_the_learner_who_brings_it(way: &Way) {
         assert_eq!(learner.pull(), 1);
         let (_, weights) = end.weights();
         assert_eq!((weights[0], weights[2 * BLOCK / 4]), (6.0, 1.0), "the other's stays");
+    }
+}
+
+/// Either the block comes after the commit, and is no part of it, or it makes it fail.
+pub fn a_refused_block_fails_the_commit_whichever_thread_wrote_it(way: &Way) {
+    let site = way.job(&[("reducer", "sum")]);
+    let learner = site.end().join("a");
+    let contributor = &learner.contributor();
+    let good = 1f32.to_le_bytes().repeat(BLOCK / 4);
+    for _ in 0..30 {
+        let barrier = Barrier::new(3);
+        std::thread::scope(|scope| {
+            write(contributor, 2 * BLOCK, &good[..16]).unwrap();
+            for (at, bytes) in [(0, bad(f32::NAN)), (BLOCK, good.clone())] {
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    barrier.wait();
+                    drop(write(contributor, at, &bytes));
+                });
+            }
+            barrier.wait();
+            std::thread::yield_now();
+            match outcome(&begin_commit(contributor)) {
+                Ok(()) => _ = learner.pull(),
+                Err(ContributeError::Shard(ShardError::NonFinite(BlockId(0)))) => {}
+                Err(error) => panic!("{error}"),
+            }
+        });
+        contributor.abort();
+        assert!(!contributor.is_open() && learner.end.weights().1.iter().all(|weight| weight.is_finite()));
     }
 }
 

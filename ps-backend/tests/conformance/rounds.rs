@@ -9,7 +9,7 @@ use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use crate::site::{BLOCK, BLOCKS, Contribution, LONG, Learner, Message, Way, answer, done};
+use crate::site::{BLOCK, BLOCKS, Contribution, LONG, Learner, Message, Way, answer, done, until};
 
 const ROUNDS: u64 = 50;
 
@@ -114,4 +114,45 @@ pub fn random_rounds_count_exactly_once(way: &Way) {
         }
     }
     assert!(left > 0 && version + 5 > ROUNDS, "{left} have left, and there are {version} versions");
+}
+
+/// The same where each learner goes at its own pace, comes and goes.
+pub fn learners_at_once_count_exactly_once(way: &Way) {
+    for consistency in ["sync", "async"] {
+        let settings = [("reducer", "sum"), ("consistency", consistency), ("retain", "0")];
+        let site = way.striped_job(&settings);
+        let ends = site.two_ends();
+        let learn = |at: usize| {
+            let mut random = Rng::with_seed(at as u64);
+            let (mut sum, mut taken) = (vec![0.0; BLOCKS as usize], 0);
+            let join = || ends[at / 2].join(["a", "b", "c", "d"][at]);
+            let mut learner = join();
+            while taken < ROUNDS / 4 {
+                let Some(held) = take_part(&learner, &mut random) else {
+                    learner = join();
+                    continue;
+                };
+                sum.iter_mut().zip(&held).for_each(|(sum, value)| *sum += value);
+                taken += 1;
+                if random.bool() {
+                    learner.pull();
+                }
+            }
+            learner.leave(LeaveReason::Asked);
+            sum
+        };
+        let sums = std::thread::scope(|scope| {
+            let learn = &learn;
+            let threads = [0, 1, 2, 3].map(|at| scope.spawn(move || learn(at)));
+            threads.map(|thread| thread.join().unwrap())
+        });
+        for end in &ends {
+            until("all of them count", || end.job.status().contributions == 4 * (ROUNDS / 4));
+            let is_all = |(block, weights): (usize, &[f32])| {
+                let expected: f32 = sums.iter().map(|sum| sum[block]).sum();
+                weights.iter().all(|&weight: &f32| weight == expected)
+            };
+            until("they show", || end.weights().1.chunks(BLOCK / 4).enumerate().all(is_all));
+        }
+    }
 }

@@ -9,6 +9,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::{Region, RegionKey};
 use libmodelio::client::CommitNotice;
 use libmodelio::client::{Done, Job, Opening, SetError, wait_for};
+use libmodelio::contributor::{ContributeError, Contributor, Share, Wrote};
 #[cfg(feature = "rdma")]
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
@@ -19,11 +20,12 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::transport_kind::TransportKind;
+use ps_backend::device::Accelerator;
 use ps_backend::partition::executor::Pool;
 use ps_backend::server::local;
 
 use crate::world::{self, World};
-use test_devices::software_device::software;
+use test_devices::software_device::{Software, software};
 
 /// The longest wait for an outcome that must come. Devices in software on emulated machines take their time.
 pub const LONG: Duration = Duration::from_secs(600);
@@ -42,31 +44,35 @@ pub struct Way {
     kind: TransportKind,
     /// None if that is none.
     over: Option<world::Way>,
-    /// Whether a device in software has the state.
-    on_device: bool,
+    /// The device in software that has the state.
+    on_device: Option<(Arc<Software>, Arc<Accelerator>)>,
 }
 
 impl Way {
     pub fn in_process() -> Option<Way> {
-        Some(Way { kind: TransportKind::InProcess, over: None, on_device: false })
+        Some(Way { kind: TransportKind::InProcess, over: None, on_device: None })
     }
 
     /// In this process, with the state on a device in software.
     pub fn on_device() -> Option<Way> {
-        Some(Way { on_device: true, ..Way::in_process()? })
+        Some(Way { on_device: Some(software(1 << 30)), ..Way::in_process()? })
+    }
+
+    pub fn device(&self) -> &Software {
+        &self.on_device.as_ref().expect("a way with a device").0
     }
 
     pub fn shm() -> Option<Way> {
-        Some(Way { kind: TransportKind::SharedMemory, over: Some(world::Way::Shm), on_device: false })
+        Some(Way { kind: TransportKind::SharedMemory, over: Some(world::Way::Shm), on_device: None })
     }
 
     pub fn tcp(io: Choice) -> Option<Way> {
-        Some(Way { kind: TransportKind::Tcp, over: Some(world::Way::Tcp(io)), on_device: false })
+        Some(Way { kind: TransportKind::Tcp, over: Some(world::Way::Tcp(io)), on_device: None })
     }
 
     #[cfg(feature = "rdma")]
     pub fn rdma(change: fn(&mut RdmaOptions)) -> Option<Way> {
-        Some(Way { kind: TransportKind::Rdma, over: Some(world::Way::rdma_with(change)?), on_device: false })
+        Some(Way { kind: TransportKind::Rdma, over: Some(world::Way::rdma_with(change)?), on_device: None })
     }
 
     /// A job with a small fp32 model of zeros.
@@ -89,7 +95,7 @@ impl Way {
         let place = match self.over {
             None => {
                 let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-                let device = self.on_device.then(|| software(1 << 30).1);
+                let device = self.on_device.as_ref().map(|(_, accelerator)| Arc::clone(accelerator));
                 let executor = Pool::start(2, device).unwrap();
                 let client = local::start("m", &Arc::new(layout), &controls, &executor, |_| Ok(())).unwrap();
                 Place::Here(Arc::new(client))
@@ -369,6 +375,12 @@ impl Learner {
         done(self.end.ask(Message::Leave { learner: self.id, reason }));
     }
 
+    /// What a mount writes to for it.
+    pub fn contributor(&self) -> Arc<Contributor> {
+        let new = Contributor::new(Arc::clone(&self.end.job), (self.id, self.incarnation), Arc::default());
+        Arc::new(new.unwrap())
+    }
+
     pub fn slot(&self, step: Step, block: u32) -> BlockSlot {
         BlockSlot { learner: self.id, incarnation: self.incarnation, step, block: BlockId(block) }
     }
@@ -440,6 +452,37 @@ impl Contribution<'_> {
     pub fn abort(self) {
         done(self.learner.end.ask(Message::Abort { learner: self.learner.id }));
     }
+}
+
+/// Writes bytes, and waits for the coordinator where that has to name the step first.
+pub fn write(contributor: &Arc<Contributor>, at: usize, bytes: &[u8]) -> Result<(), ContributeError> {
+    while contributor.write(&mut Share::None, at as u64, bytes, LONG)? == Wrote::Asks {
+        let (sender, receiver) = channel();
+        contributor.ask_step(LONG, move |outcome| sender.send(outcome).unwrap());
+        receiver.recv_timeout(2 * LONG).expect("an answer")?;
+    }
+    Ok(())
+}
+
+/// The outcome of a contributor's commit, when it comes.
+pub type Outcome = Receiver<Result<(), ContributeError>>;
+
+pub fn begin_commit(contributor: &Arc<Contributor>) -> Outcome {
+    let (sender, receiver) = channel();
+    contributor.commit(Share::None, LONG, move |result| drop(sender.send(result)));
+    receiver
+}
+
+/// Stores bytes at the beginning of the mapping, and ships all of it.
+pub fn commit_mapped(contributor: &Arc<Contributor>, bytes: &[u8]) -> Result<(), ContributeError> {
+    store(contributor.mapped(), 0, bytes);
+    let (sender, receiver) = channel();
+    contributor.commit_mapped(LONG, move |result| drop(sender.send(result)));
+    outcome(&receiver)
+}
+
+pub fn outcome(receiver: &Outcome) -> Result<(), ContributeError> {
+    receiver.recv_timeout(2 * LONG).expect("an answer")
 }
 
 /// Stores bytes into memory that is the test's just now.

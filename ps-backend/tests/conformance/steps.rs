@@ -1,14 +1,10 @@
 //! Steps: what blocks of which contributions add up to, whenever and however they come.
 
-use std::sync::Arc;
-use std::sync::mpsc::channel;
-
 use libmodelio::client::LastCommit;
-use libmodelio::contributor::{Contributor, Share};
 use libmodelio::vocabulary::block_slot::Placement;
 use libmodelio::vocabulary::ids::{Step, Version};
 
-use crate::site::{BLOCK, BLOCKS, LONG, SHORT, Way, answer, done, timed_out};
+use crate::site::{BLOCK, BLOCKS, LONG, SHORT, Way, answer, begin_commit, done, outcome, timed_out, write};
 
 pub fn steps_follow_each_other(way: &Way) {
     let site = way.job(&[("reducer", "sum")]);
@@ -121,21 +117,15 @@ pub fn a_contributor_may_write_at_any_offset(way: &Way) {
     let site = way.striped_job(&[("reducer", "sum"), ("learners", "2")]);
     let [a, b] = site.two_ends();
     let learners = [a.join("a"), b.join("b")];
-    let contributors = learners.each_ref().map(|learner| {
-        let (job, who) = (Arc::clone(&learner.end.job), (learner.id, learner.incarnation));
-        let new = Contributor::new(job, who, Arc::default());
-        Arc::new(new.unwrap())
-    });
+    let contributors = learners.each_ref().map(|learner| learner.contributor());
     let size = a.job.layout().size() as usize;
     let ones = 1f32.to_le_bytes().repeat(size / 4);
     for step in 1..=3 {
         for (contributor, piece) in contributors.iter().zip([40_003, BLOCK]) {
             for (i, bytes) in ones.chunks(piece).enumerate() {
-                contributor.write(&mut Share::None, (i * piece) as u64, bytes, LONG).unwrap();
+                write(contributor, i * piece, bytes).unwrap();
             }
-            let (sender, receiver) = channel();
-            contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
-            assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
+            assert_eq!(outcome(&begin_commit(contributor)), Ok(()));
         }
         for learner in &learners {
             assert_eq!(learner.pull(), step);
@@ -217,6 +207,12 @@ pub fn a_learner_may_be_a_step_ahead(way: &Way) {
     let (ahead, behind) = (a.join("ahead"), b.join("behind"));
     ahead.push(1.0);
     assert_eq!(a.job.last_commit(ahead.id), LastCommit::Waits);
+    for _ in 0..2 {
+        // One that is dropped takes nothing of the committed one along.
+        let dropped = ahead.all_of(64.0);
+        timed_out(answer(&dropped.send(SHORT)));
+        dropped.abort();
+    }
     let next = ahead.all_of(10.0);
     assert_eq!(next.step, Step(2));
     timed_out(answer(&next.send(SHORT)));

@@ -1,15 +1,14 @@
 //! Tensors that are written in a step, and tensors that are not.
 
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 
 use half::{bf16, f16};
-use libmodelio::contributor::{ContributeError, Contributor, Share, Wrote};
+use libmodelio::contributor::{ContributeError, Contributor};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::partly::MAX_PIECES;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use crate::site::{BLOCK, End, LONG, Learner, Site, Way};
+use crate::site::{BLOCK, End, Learner, Site, Way, begin_commit, commit_mapped, outcome, write};
 
 /// Tensors that end within blocks, some of them within the same.
 fn layout() -> ModelLayout {
@@ -51,9 +50,7 @@ struct Writer {
 impl Writer {
     fn new(end: &Arc<End>, name: &str) -> Writer {
         let learner = end.join(name);
-        let who = (learner.id, learner.incarnation);
-        let new = Contributor::new(Arc::clone(&end.job), who, Arc::default());
-        Writer { learner, contributor: Arc::new(new.unwrap()) }
+        Writer { contributor: learner.contributor(), learner }
     }
 
     /// Writes `value` into the elements from `from` to `to` of a tensor.
@@ -64,17 +61,7 @@ impl Writer {
         let bytes = encoded(tensor.dtype, value, to - from);
         // Neither blocks nor whole ones.
         for (i, bytes) in bytes.chunks(30_000).enumerate() {
-            let at = tensor.bytes.start + (from * size + i * 30_000) as u64;
-            self.write_at(at, bytes);
-        }
-    }
-
-    /// Writes bytes, and waits for the coordinator where that has to name the step first.
-    fn write_at(&self, at: u64, bytes: &[u8]) {
-        while self.contributor.write(&mut Share::None, at, bytes, LONG).unwrap() == Wrote::Asks {
-            let (sender, receiver) = channel();
-            self.contributor.ask_step(LONG, move |outcome| sender.send(outcome).unwrap());
-            receiver.recv_timeout(2 * LONG).expect("an answer").unwrap();
+            write(&self.contributor, tensor.bytes.start as usize + from * size + i * 30_000, bytes).unwrap();
         }
     }
 
@@ -110,15 +97,9 @@ impl Writer {
 }
 
 /// All of them commit at once, so that nobody waits for another.
-fn commit(writers: &[Writer]) {
-    let (sender, receiver) = channel();
-    for writer in writers {
-        let sender = sender.clone();
-        writer.contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
-    }
-    for _ in writers {
-        assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
-    }
+fn commit<'a>(writers: impl IntoIterator<Item = &'a Writer>) {
+    let outcomes: Vec<_> = writers.into_iter().map(|writer| begin_commit(&writer.contributor)).collect();
+    outcomes.iter().for_each(|one| assert_eq!(outcome(one), Ok(())));
 }
 
 const ALL: [&str; 6] = ["first", "second", "tiny", "brain", "more", "half"];
@@ -223,9 +204,7 @@ pub fn a_mapping_writes_every_tensor(way: &Way) {
     writer.commit();
     ALL.iter().for_each(|tensor| writer.sees_all_at(tensor, 4.0));
     // It holds zeros.
-    let (sender, receiver) = channel();
-    writer.contributor.commit_mapped(LONG, move |result| sender.send(result).unwrap());
-    assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
+    assert_eq!(commit_mapped(&writer.contributor, &[]), Ok(()));
     ALL.iter().for_each(|tensor| writer.sees_all_at(tensor, 3.0));
 }
 
@@ -257,10 +236,8 @@ pub fn frozen_tensors_are_never_reduced(way: &Way) {
         let nan = f32::NAN.to_le_bytes();
         let whole = nan.repeat(BLOCK / 4);
         assert!(layout.tensors()[0].bytes.end > BLOCK as u64);
-        let written = writers[0].contributor.write(&mut Share::None, 0, &whole, LONG);
-        let (sender, receiver) = channel();
-        writers[0].contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
-        let committed = receiver.recv_timeout(2 * LONG).expect("an answer");
+        let written = write(&writers[0].contributor, 0, &whole);
+        let committed = outcome(&begin_commit(&writers[0].contributor));
         assert!(written.is_err() || committed.is_err(), "NaN in a frozen tensor");
         writers[0].contributor.abort();
     }
@@ -321,19 +298,47 @@ pub fn what_was_not_written_takes_no_part_in_assign(way: &Way) {
             // The late learner finds the others added up.
             order.iter().for_each(|&number| writers[number].commit());
         } else {
-            let (sender, receiver) = channel();
-            for number in order {
-                let sender = sender.clone();
-                let done = move |result| sender.send(result).unwrap();
-                writers[number].contributor.commit(Share::None, LONG, done);
-            }
-            (0..3).for_each(|_| assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(())));
+            commit(order.iter().map(|&number| &writers[number]));
         }
         writers.iter().for_each(|writer| _ = writer.learner.pull());
         for end in [&here, &there] {
             let (_, bytes) = end.bytes();
             let wrong = bytes.iter().zip(&expected).position(|(seen, expected)| seen != expected);
             assert_eq!(wrong.map(|at| (at, at / BLOCK)), None, "round {round}, {order:?}");
+        }
+    }
+}
+
+/// Two ship mappings, and one writes a block, more than that, and less.
+pub fn assigned_contributions_hold_values_of_the_highest_learner_in_any_order(way: &Way) {
+    let site = way.job(&[("learners", "3"), ("reducer", "assign")]);
+    let [here, there] = site.two_ends();
+    let writers = [Writer::new(&here, "a"), Writer::new(&there, "b"), Writer::new(&here, "c")];
+    let written = [0..2 * BLOCK + 16, 3 * BLOCK + 8..3 * BLOCK + 16];
+    let orders = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+    let rounds = orders.into_iter().flat_map(|order| [(order, 1), (order, 2)]);
+    for (round, (order, who_writes)) in rounds.enumerate() {
+        let value = |number: usize| (10 * round + number + 1) as f32;
+        let mut expected = vec![value(3 - who_writes); here.job.layout().size() as usize / 4];
+        for range in written.iter().filter(|_| who_writes == 2) {
+            expected[range.start / 4..range.end / 4].fill(value(2));
+        }
+        for number in order {
+            let contributor = &writers[number].contributor;
+            let bytes = value(number).to_le_bytes().repeat(expected.len());
+            if number == who_writes {
+                written
+                    .iter()
+                    .for_each(|range| write(contributor, range.start, &bytes[range.clone()]).unwrap());
+                writers[number].commit();
+            } else {
+                assert_eq!(commit_mapped(contributor, &bytes), Ok(()));
+            }
+        }
+        writers.iter().for_each(|writer| _ = writer.learner.pull());
+        for end in [&here, &there] {
+            let wrong = end.weights().1.iter().zip(&expected).position(|(seen, expected)| seen != expected);
+            assert_eq!(wrong, None, "{order:?}, {who_writes} writes");
         }
     }
 }
@@ -358,12 +363,9 @@ pub fn values_in_too_many_pieces_are_refused(way: &Way) {
     let writer = Writer::new(&site.end(), "a");
     let comb = |pieces: usize| {
         for i in 0..pieces {
-            let (at, bytes) = (8 * i as u64, 3f32.to_le_bytes());
-            writer.write_at(at, &bytes);
+            write(&writer.contributor, 8 * i, &3f32.to_le_bytes()).unwrap();
         }
-        let (sender, receiver) = channel();
-        writer.contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
-        receiver.recv_timeout(2 * LONG).expect("an answer")
+        outcome(&begin_commit(&writer.contributor))
     };
     let refused = comb(MAX_PIECES + 1).unwrap_err();
     assert_eq!(refused, ContributeError::Shard(ShardError::Scattered(MAX_PIECES)));

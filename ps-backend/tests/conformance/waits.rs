@@ -1,5 +1,7 @@
 //! Waits end at their deadlines, when they are withdrawn, and when the awaited contribution is dropped.
 
+use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{Step, Version};
@@ -166,4 +168,55 @@ pub fn an_end_that_shuts_down_answers_everybody(way: &Way) {
     // Published versions can still be read. The end of its learners may have made a version of their commits.
     let (version, _) = end.weights();
     end.shows(version.0.min(1), version.0 as f32);
+}
+
+pub fn answers_may_call_the_job(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
+    let end = site.end();
+    let (a, b) = (end.join("a"), end.join("b"));
+    let (sender, receiver) = channel();
+    for step in 1..=20 {
+        a.push(1.0);
+        let (job, report, other) = (Arc::clone(&end.job), sender.clone(), b.id);
+        let seen = move |reply: Result<Reply, ShardError>| {
+            let seen = reply.is_ok() && job.status().version.0 >= step && job.read(0, &mut [0; 4]).is_ok();
+            job.await_step(
+                other,
+                LONG,
+                Box::new(move |reply| report.send(seen && reply.is_ok()).unwrap_or_default()),
+            );
+        };
+        // The answer comes while the other one drops a contribution, and makes the next.
+        end.ask_within(Message::AwaitStep { learner: a.id }, LONG, Box::new(seen));
+        let mut dropped = b.open();
+        dropped.offer_all_of(0, 64.0);
+        dropped.abort();
+        b.push(1.0);
+        assert!(receiver.recv_timeout(LONG).expect("an answer"), "step {step}");
+        assert_eq!(b.pull(), step);
+    }
+    end.shows(20, 40.0);
+}
+
+/// In this process, where readers and the job share the buffers.
+pub fn a_commit_waits_for_a_buffer_that_readers_hold(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("retain", "0"), ("max_versions", "3")]);
+    let end = site.end();
+    let learner = end.join("a");
+    for version in 0..5 {
+        assert!(end.job.pin(Version(version)));
+        learner.push(1.0);
+        assert_eq!(learner.pull(), version + 1);
+    }
+    let next = learner.all_of(1.0);
+    timed_out(answer(&next.send(SHORT)));
+    assert!(end.job.version() == Version(5) && end.ask(Message::Allocate).is_err());
+    let waits = next.send(LONG);
+    assert!(waits.recv_timeout(SHORT).is_err());
+    end.job.unpin(Version(0), 1);
+    done(answer(&waits));
+    assert_eq!(learner.pull(), 6);
+    end.shows(6, 6.0);
+    let held = end.job.get(Version(1)).expect("a pinned version");
+    assert!(held.bytes(0..4) == 1f32.to_le_bytes(), "others stay as they are");
 }

@@ -85,6 +85,42 @@ pub fn unwritten_bytes_keep_their_value(way: &Way) {
     }
 }
 
+pub fn new_weights_come_first_and_committed_contributions_on_top(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
+    let [a, b] = site.two_ends();
+    let (one, other) = (a.join("a"), b.join("b"));
+    // A block that was dropped before does not come back.
+    let mut dropped = one.open();
+    dropped.offer_all_of(0, 64.0);
+    dropped.abort();
+    one.push(1.0);
+    done(assign(&a, 100.0, &all(&a)));
+    a.shows(1, 100.0);
+    other.push(2.0);
+    for (learner, end) in [(&one, &a), (&other, &b)] {
+        assert_eq!(learner.pull(), 2);
+        end.shows(2, 103.0);
+    }
+}
+
+/// In this process a version is the buffer that was written, wholly or in part.
+pub fn new_weights_are_shown_where_they_were_written(way: &Way) {
+    let site = way.job(&[("reducer", "assign"), ("nonfinite", "reject")]);
+    let end = site.end();
+    let shown = |version| end.job.get(Version(version)).expect("the newest version").region.key();
+    for version in 1..=8 {
+        let written = if version % 2 == 0 { [4..BLOCK as u64 + 8] } else { all(&end) };
+        let buffer = filled(&end, version as f32, &written);
+        done(answer(&send(&end, &buffer, &written)));
+        assert_eq!(shown(version), buffer.key());
+        assert!(end.job.status().buffers.0 <= 5);
+    }
+    let buffer = filled(&end, 9.0, &all(&end));
+    store(&buffer, BLOCK + 4, &f32::NAN.to_le_bytes());
+    assert_eq!(answer(&send(&end, &buffer, &all(&end))).unwrap_err(), ShardError::NonFinite(BlockId(1)));
+    assert_eq!(end.job.version(), Version(8));
+}
+
 pub fn weights_can_be_written_only_when_the_job_allows_it(way: &Way) {
     let site = way.job(&[("reducer", "sum")]);
     let end = site.end();

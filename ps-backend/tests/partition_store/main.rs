@@ -1,8 +1,6 @@
 //! The memory of a partition of a model, against a plain scalar model.
 
 mod clipping;
-#[path = "../local/common.rs"]
-#[allow(dead_code)]
 mod common;
 mod device;
 mod device_kernels;
