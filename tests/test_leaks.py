@@ -186,7 +186,7 @@ def test_nothing_is_left_behind_of_whoever(start_mount, act):
     with Bounds(mount):
         for number in range(times(OFTEN[act])):
             act(mount, number)
-    assert set(os.listdir(mount.model / "learners")) <= {"mount"}
+    assert set(os.listdir(mount.model / "learners")) <= {mount.own()}
 
 
 def test_the_memory_of_a_mapped_publication_goes_with_its_file(start_mount):

@@ -115,7 +115,7 @@ def test_rates_are_of_the_last_seconds(cluster):
     assert status["pull_gb_per_s"] > 0
 
 
-@pytest.mark.parametrize("transport", ["in one process", "tcp", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("in one process", marks=pytest.mark.one_process), "tcp", "shm"])
 def test_phases_tell_what_a_step_waits_for(cluster, start_mount, transport):
     settings = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "learners": 2, "timeout": 200}
     if transport == "in one process":
