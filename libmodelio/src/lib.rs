@@ -44,8 +44,6 @@
 #[doc(hidden)]
 pub mod admin;
 #[doc(hidden)]
-pub mod bytes;
-#[doc(hidden)]
 pub mod client;
 #[doc(hidden)]
 pub mod contributor;
@@ -72,9 +70,10 @@ pub mod tracker;
 #[doc(hidden)]
 pub mod transport;
 #[doc(hidden)]
-pub mod vocabulary;
-#[doc(hidden)]
 pub mod wire;
+
+#[doc(hidden)]
+pub use modelio_base::{bytes, vocabulary};
 
 use std::sync::Arc;
 use std::time::Instant;

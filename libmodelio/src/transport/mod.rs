@@ -20,8 +20,7 @@ pub mod exchange;
 pub mod frames;
 pub mod local;
 pub mod rdma;
-pub mod reactor;
 pub mod shm;
-pub mod stream;
 pub mod tally;
-pub mod tcp;
+
+pub use modelio_base::transport::{reactor, stream, tcp};

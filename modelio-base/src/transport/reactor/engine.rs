@@ -17,13 +17,14 @@ use crate::transport::stream::Close;
 const NAP: Duration = Duration::from_secs(60);
 
 /// One serving thread.
-pub(in crate::transport) struct Engine<D> {
+pub struct Engine<D> {
     serving: Serving<D>,
     thread: Arc<ThreadState>,
     stop_at: Option<Instant>,
 }
 
 impl<D: Driver> Engine<D> {
+    /// An engine of `thread`, whose bytes `driver` moves.
     pub fn new(driver: D, thread: Arc<ThreadState>) -> Engine<D> {
         Engine { serving: Serving::new(driver), thread, stop_at: None }
     }

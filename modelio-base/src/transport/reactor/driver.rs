@@ -9,7 +9,7 @@ use super::table::Table;
 use crate::transport::stream::Token;
 
 /// Moves bytes for one thread. [`wait`](Driver::wait) reports each begun operation once.
-pub(in crate::transport) trait Driver {
+pub trait Driver {
     /// Whether the bytes of a stream go through its descriptor, which is a socket.
     const IS_BY_SOCKET: bool = false;
 

@@ -11,9 +11,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
 use super::waiting::Kind;
-#[cfg(feature = "rdma")]
-use crate::transport::stream::Stream;
-use crate::transport::stream::{Connection, ConnectionState, ServingThread};
+use crate::transport::stream::{Connection, ConnectionState, ServingThread, Stream};
 
 /// Why a thread does not take a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -34,10 +32,10 @@ const ASLEEP: u8 = 1;
 const NOTIFIED: u8 = 2;
 
 /// The state that a serving thread shares with other threads.
-pub(in crate::transport) struct ThreadState {
+pub struct ThreadState {
     inbox: Mutex<Inbox>,
     sleep: AtomicU8,
-    pub wakeup: EventFd,
+    pub(super) wakeup: EventFd,
     /// The number of connections, with those that are being added.
     load: AtomicUsize,
     /// The number of busy connections.
@@ -47,7 +45,7 @@ pub(in crate::transport) struct ThreadState {
 
 /// Requests that wait for the thread.
 #[derive(Default)]
-pub(in crate::transport) struct Inbox {
+pub struct Inbox {
     pub arrivals: Vec<Arrival>,
     pub woken: Vec<Arc<ConnectionState>>,
     pub shut_down: Option<Instant>,
@@ -56,13 +54,17 @@ pub(in crate::transport) struct Inbox {
 }
 
 /// A descriptor for the thread to serve.
-pub(in crate::transport) struct Arrival {
+pub struct Arrival {
+    /// The descriptor.
     pub fd: OwnedFd,
+    /// Its use.
     pub kind: Kind,
+    /// What other threads have of it.
     pub connection: Connection,
 }
 
 impl ThreadState {
+    /// The state of a thread that serves up to `limit` connections.
     pub fn new(limit: usize) -> Result<ThreadState, Errno> {
         Ok(ThreadState {
             inbox: Mutex::default(),
@@ -106,6 +108,7 @@ impl ThreadState {
         inbox.arrivals.is_empty() && inbox.woken.is_empty() && inbox.shut_down.is_none()
     }
 
+    /// The thread is awake.
     pub fn wake_up(&self) {
         self.sleep.store(AWAKE, Ordering::SeqCst);
     }
@@ -116,7 +119,6 @@ impl ThreadState {
     }
 
     /// Whether something was posted since the thread announced its sleep.
-    #[cfg(feature = "rdma")]
     pub fn is_notified(&self) -> bool {
         self.sleep.load(Ordering::SeqCst) == NOTIFIED
     }
@@ -153,7 +155,6 @@ impl ThreadState {
     }
 
     /// Adds a stream. `known` gets its connection before the thread has it. A refused stream is returned.
-    #[cfg(feature = "rdma")]
     pub fn place_known(
         self: &Arc<ThreadState>,
         fd: OwnedFd,

@@ -60,7 +60,7 @@ impl Handle {
     }
 
     /// Serves a descriptor that does not block.
-    pub(in crate::transport) fn place(
+    pub fn place(
         &self,
         fd: OwnedFd,
         kind: Kind,

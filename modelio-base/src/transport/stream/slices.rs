@@ -146,16 +146,16 @@ macro_rules! slices {
             }
 
             /// The only slice, if there is just one.
-            pub(in crate::transport) fn single(&self) -> Option<(*mut u8, usize)> {
+            pub fn single(&self) -> Option<(*mut u8, usize)> {
                 self.0.single()
             }
 
             /// The remaining slices, in order.
-            pub(in crate::transport) fn each(&self) -> impl Iterator<Item = (*mut u8, usize)> {
+            pub fn each(&self) -> impl Iterator<Item = (*mut u8, usize)> {
                 self.0.each()
             }
 
-            pub(in crate::transport) fn message(&mut self) -> *mut libc::msghdr {
+            pub(crate) fn message(&mut self) -> *mut libc::msghdr {
                 self.0.message()
             }
         }

@@ -9,7 +9,8 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use super::inbox::ThreadState;
 
 /// The descriptors that a serving thread sleeps on, besides that by which others wake it.
-pub(in crate::transport) struct Sleeper {
+pub struct Sleeper {
+    /// What the thread sleeps on.
     pub epoll: Epoll,
     thread: Arc<ThreadState>,
 }
@@ -18,6 +19,7 @@ impl Sleeper {
     /// The data of the event that the thread was woken.
     pub const WOKEN: u64 = u64::MAX;
 
+    /// Of `thread` alone; its driver adds descriptors.
     pub fn new(thread: Arc<ThreadState>) -> Result<Sleeper, Errno> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(&thread.wakeup, EpollEvent::new(EpollFlags::EPOLLIN, Sleeper::WOKEN))?;

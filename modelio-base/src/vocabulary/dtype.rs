@@ -90,7 +90,7 @@ impl DType {
 
     /// The same type with `Opaque(F32)` and its like, which can be written down but would hide from the
     /// reducer, as `F32`.
-    pub(crate) fn canonical(self) -> DType {
+    pub fn canonical(self) -> DType {
         DType::from(Dtype::from(self))
     }
 

@@ -14,7 +14,7 @@ use super::close::Close;
 use super::in_use::InUse;
 
 /// A thread that serves connections, as its connections know it.
-pub(in crate::transport) trait ServingThread: Send + Sync {
+pub trait ServingThread: Send + Sync {
     /// Has the thread handle the connection soon.
     fn wake(&self, connection: &Arc<ConnectionState>);
 
@@ -30,7 +30,8 @@ pub(in crate::transport) trait ServingThread: Send + Sync {
 
 /// Names an entry of a thread's table, at most once in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(in crate::transport) struct Token {
+pub struct Token {
+    /// The place in the table.
     pub slot: u32,
     /// 24 bits are used.
     pub generation: u32,
@@ -40,7 +41,8 @@ pub(in crate::transport) struct Token {
 #[derive(Clone)]
 pub struct Connection(Arc<ConnectionState>);
 
-pub(in crate::transport) struct ConnectionState {
+/// What all handles of a connection and its thread share.
+pub struct ConnectionState {
     thread: Arc<dyn ServingThread>,
     /// A wake-up is queued already.
     woken: AtomicBool,
@@ -67,7 +69,8 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
-    pub(in crate::transport) fn new(thread: Arc<dyn ServingThread>) -> Connection {
+    /// A connection that `thread` serves.
+    pub fn new(thread: Arc<dyn ServingThread>) -> Connection {
         Connection(Arc::new(ConnectionState {
             thread,
             woken: AtomicBool::new(false),
@@ -79,12 +82,13 @@ impl Connection {
         }))
     }
 
-    pub(in crate::transport) fn state(&self) -> &Arc<ConnectionState> {
+    /// What all its handles share.
+    pub fn state(&self) -> &Arc<ConnectionState> {
         &self.0
     }
 
     /// Whether both are the same connection.
-    pub(crate) fn is(&self, other: &Connection) -> bool {
+    pub fn is(&self, other: &Connection) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
@@ -122,7 +126,7 @@ impl Connection {
     }
 
     /// The socket that the stream's bytes go through, if the serving thread sleeps. That may end at any moment.
-    pub(in crate::transport) fn resting_socket(&self) -> Option<Arc<OwnedFd>> {
+    pub fn resting_socket(&self) -> Option<Arc<OwnedFd>> {
         let socket = self.0.socket.get()?;
         if self.0.thread.sleeps() { socket.upgrade() } else { None }
     }

@@ -12,7 +12,7 @@ pub const MAX_DIRECTORIES: usize = 1 << 20;
 const SUFFIX: &str = ".npy";
 
 /// Whether `name` can be a path and a key of a safetensors header.
-pub(crate) fn check_name(name: &str) -> Result<(), LayoutError> {
+pub fn check_name(name: &str) -> Result<(), LayoutError> {
     let (directories, file) = name.rsplit_once('/').map_or(("", name), |(path, file)| (path, file));
     let components = || name.split('/');
     let reason = match name {
@@ -38,7 +38,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), LayoutError> {
 }
 
 /// The beginning of `text`, long enough for a message: a text from a file may be megabytes long.
-pub(crate) fn shown(text: &str) -> String {
+pub fn shown(text: &str) -> String {
     match text.char_indices().nth(MAX_FILE_LEN) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),

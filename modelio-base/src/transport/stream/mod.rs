@@ -23,12 +23,9 @@ mod slices;
 use std::time::Instant;
 
 pub use buffer::Buffer;
-pub use close::Close;
-pub(super) use close::errno;
-pub use connection::Connection;
-pub(super) use connection::{ConnectionState, ServingThread, Token};
-pub use in_use::{InUse, in_use};
-pub(super) use in_use::{congestion_name, is_same_host};
+pub use close::{Close, errno};
+pub use connection::{Connection, ConnectionState, ServingThread, Token};
+pub use in_use::{InUse, congestion_name, in_use, is_same_host};
 pub use loan::{Guard, Piece, Target};
 pub use slices::{ReceiveSlices, SLICES_MAX, SendSlices};
 

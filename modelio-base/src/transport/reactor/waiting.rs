@@ -8,13 +8,15 @@ use super::port::Readiness;
 use crate::transport::stream::{Close, Stream};
 
 /// The use of a descriptor.
-pub(in crate::transport) enum Kind {
+pub enum Kind {
+    /// Bytes flow.
     Stream(Box<dyn Stream>),
+    /// It becomes a connection, or brings some.
     Waiting(Box<dyn Waiting>),
 }
 
 /// The next state of a descriptor that is ready.
-pub(in crate::transport) enum Ready {
+pub enum Ready {
     /// Wait for the descriptor again.
     Again,
     /// Wait again after a pause.
@@ -24,7 +26,7 @@ pub(in crate::transport) enum Ready {
 }
 
 /// Something that waits for a descriptor. One thread makes all calls. None may block.
-pub(in crate::transport) trait Waiting: Send {
+pub trait Waiting: Send {
     /// Begins before the first wait.
     ///
     /// # Errors

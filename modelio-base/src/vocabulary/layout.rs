@@ -17,7 +17,7 @@ mod partition;
 use header::{MAX_HEADER_BYTES, header_bytes};
 pub use names::MAX_DIRECTORIES;
 use names::index_names;
-pub(crate) use names::{check_name, shown};
+pub use names::{check_name, shown};
 pub use partition::PartitionLayout;
 
 /// Smallest block, in bytes.
@@ -382,7 +382,7 @@ impl ModelLayout {
 ///
 /// # Errors
 /// [`LayoutError::TooLarge`], [`LayoutError::NotWholeBytes`].
-pub(crate) fn tensor_bytes(name: &str, dtype: DType, shape: &[usize]) -> Result<u64, LayoutError> {
+pub fn tensor_bytes(name: &str, dtype: DType, shape: &[usize]) -> Result<u64, LayoutError> {
     let bits = dtype.size_bits();
     // The bits must fit too, because that is how readers of safetensors count.
     let total = shape

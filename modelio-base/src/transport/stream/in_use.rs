@@ -47,12 +47,12 @@ pub fn in_use(socket: &SockRef<'_>) -> io::Result<InUse> {
 }
 
 /// The name of a congestion control, which the kernel pads with zeros.
-pub(in crate::transport) fn congestion_name(text: &[u8]) -> &[u8] {
+pub fn congestion_name(text: &[u8]) -> &[u8] {
     text.split(|&byte| byte == 0).next().unwrap_or_default()
 }
 
 /// Whether both ends have one address, or the peer's is a loopback address.
-pub(in crate::transport) fn is_same_host(socket: &SockRef<'_>) -> io::Result<bool> {
+pub fn is_same_host(socket: &SockRef<'_>) -> io::Result<bool> {
     let address = |of: socket2::SockAddr| of.as_socket().map(|a| a.ip().to_canonical());
     let (local, peer) = (address(socket.local_addr()?), address(socket.peer_addr()?));
     Ok(peer.is_some() && (local == peer || peer.is_some_and(|ip: IpAddr| ip.is_loopback())))

@@ -43,6 +43,6 @@ pub enum Close {
 }
 
 /// The errno of an error that the system gave; EIO for one that it did not.
-pub(in crate::transport) fn errno(error: &io::Error) -> Errno {
+pub fn errno(error: &io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }

@@ -35,7 +35,7 @@ impl Target {
     }
 
     /// First byte, and length.
-    pub(in crate::transport) fn raw(&self) -> (*mut u8, usize) {
+    pub fn raw(&self) -> (*mut u8, usize) {
         (self.start, self.len)
     }
 
@@ -52,7 +52,7 @@ impl Target {
     ///
     /// # Safety
     /// The holder is still lent the memory.
-    pub(in crate::transport) unsafe fn fill(&mut self, at: usize, bytes: &[u8]) {
+    pub unsafe fn fill(&mut self, at: usize, bytes: &[u8]) {
         assert!(
             at <= self.len && bytes.len() <= self.len - at,
             "{} bytes at {at} of {}",
@@ -115,7 +115,7 @@ impl Piece {
     }
 
     /// Bytes of a version, which `pin` keeps, without a checksum.
-    pub(crate) fn of_version(bytes: &[u8], pin: Guard) -> Piece {
+    pub fn of_version(bytes: &[u8], pin: Guard) -> Piece {
         // SAFETY: a version is not written while it is pinned, and its memory stays.
         unsafe { Piece::new(bytes, None, pin) }
     }
@@ -140,7 +140,7 @@ impl Piece {
     }
 
     /// First byte, and length.
-    pub(in crate::transport) fn raw(&self) -> (*const u8, usize) {
+    pub fn raw(&self) -> (*const u8, usize) {
         (self.start, self.len)
     }
 
@@ -151,19 +151,19 @@ impl Piece {
     }
 
     /// Appends the bytes.
-    pub(in crate::transport) fn append_to(&self, to: &mut Vec<u8>) {
+    pub fn append_to(&self, to: &mut Vec<u8>) {
         // SAFETY: they may be read until the piece is dropped, as `new`'s caller has promised.
         to.extend_from_slice(unsafe { std::slice::from_raw_parts(self.start, self.len) });
     }
 
     /// Brings the bytes into the cache, as a checksum does that is made of them.
-    pub(in crate::transport) fn warm(&self) {
+    pub fn warm(&self) {
         // SAFETY: they may be read until the piece is dropped, as `new`'s caller has promised.
         warm(unsafe { std::slice::from_raw_parts(self.start, self.len) });
     }
 
     /// Their CRC32C. `None` if they are sent without one.
-    pub(in crate::transport) fn crc(&self) -> Option<u32> {
+    pub fn crc(&self) -> Option<u32> {
         self.crc
     }
 }

@@ -21,8 +21,10 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
 /// An outstanding operation on a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::transport) enum Op {
+pub enum Op {
+    /// Bytes come into memory.
     Receive,
+    /// Bytes of memory go out.
     Send,
     /// Readiness to read or write, by `poll`.
     Readiness,
@@ -30,22 +32,27 @@ pub(in crate::transport) enum Op {
 
 /// A finished operation.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::transport) struct Completion {
+pub struct Completion {
+    /// The descriptor.
     pub token: Token,
+    /// The operation.
     pub op: Op,
+    /// The number of bytes, or the error.
     pub result: Result<usize, Errno>,
 }
 
 /// The readiness that the thread waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::transport) enum Readiness {
+pub enum Readiness {
+    /// It can be read.
     Readable,
+    /// It can be written.
     Writable,
 }
 
 /// The state of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::transport) enum Phase {
+pub enum Phase {
     /// There is no operation.
     Idle,
     /// The kernel may touch its memory.
@@ -55,17 +62,22 @@ pub(in crate::transport) enum Phase {
 }
 
 /// A descriptor and its outstanding operations.
-pub(in crate::transport) struct Port {
+pub struct Port {
     /// Another thread that is sending a message holds it, too, until the system call is over.
     pub fd: Arc<OwnedFd>,
+    /// The memory of the receive.
     pub receive: ReceiveSlices,
+    /// The memory of the send.
     pub send: SendSlices,
     /// The number of bytes that the outstanding receive must still bring.
     pub least: usize,
     /// The number of bytes that it has brought.
     pub got: usize,
+    /// The state of the receive.
     pub receiving: Phase,
+    /// The state of the send.
     pub sending: Phase,
+    /// The readiness that is waited for.
     pub readiness: Option<Readiness>,
     /// The events that epoll is registered for.
     pub registered: Option<u32>,
@@ -77,7 +89,7 @@ pub(in crate::transport) struct Port {
 }
 
 impl Port {
-    pub fn new(fd: OwnedFd) -> Port {
+    pub(super) fn new(fd: OwnedFd) -> Port {
         // A Unix socket takes the option, but is readable at every byte.
         let address = getsockname::<SockaddrStorage>(fd.as_raw_fd());
         let is_unix = address.is_ok_and(|address| address.family() == Some(AddressFamily::Unix));

@@ -78,7 +78,7 @@ impl Mapping {
     ///
     /// # Errors
     /// ENOMEM, EACCES or what else the kernel says.
-    pub(crate) fn of(fd: OwnedFd, len: usize, protection: ProtFlags) -> io::Result<Mapping> {
+    pub fn of(fd: OwnedFd, len: usize, protection: ProtFlags) -> io::Result<Mapping> {
         let size = len.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
         let Some(start) = aligned_room(len)? else {
             // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.

@@ -9,7 +9,7 @@ use super::waiting::Kind;
 use crate::transport::stream::{Close, Connection, ConnectionState, Token};
 
 /// One descriptor of a thread.
-pub(in crate::transport) struct Entry {
+pub struct Entry {
     pub port: Port,
     pub kind: Kind,
     pub connection: Connection,
@@ -40,17 +40,17 @@ struct Slot {
 
 /// The descriptors of a thread. Each has a token.
 #[derive(Default)]
-pub(in crate::transport) struct Table {
+pub struct Table {
     slots: Vec<Slot>,
     free: Vec<u32>,
 }
 
 impl Table {
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    pub fn insert(&mut self, entry: Entry) -> Token {
+    pub(super) fn insert(&mut self, entry: Entry) -> Token {
         if let Some(slot) = self.free.pop() {
             let place = &mut self.slots[slot as usize];
             place.entry = Some(entry);
@@ -61,12 +61,13 @@ impl Table {
         Token { slot, generation: 1 }
     }
 
+    /// The entry of this token, if it is still there.
     pub fn get(&mut self, token: Token) -> Option<&mut Entry> {
         let slot = self.slots.get_mut(token.slot as usize)?;
         if slot.generation == token.generation { slot.entry.as_mut() } else { None }
     }
 
-    pub fn remove(&mut self, token: Token) -> Option<Entry> {
+    pub(super) fn remove(&mut self, token: Token) -> Option<Entry> {
         let slot = self.slots.get_mut(token.slot as usize).filter(|s| s.generation == token.generation)?;
         let entry = slot.entry.take()?;
         slot.generation = (slot.generation + 1) & 0x00ff_ffff;
@@ -74,6 +75,7 @@ impl Table {
         Some(entry)
     }
 
+    /// The tokens of all entries.
     pub fn tokens(&self) -> Vec<Token> {
         let used = self.slots.iter().enumerate().filter(|(_, slot)| slot.entry.is_some());
         used.map(|(at, slot)| Token { slot: at as u32, generation: slot.generation }).collect()
