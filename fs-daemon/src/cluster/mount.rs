@@ -24,7 +24,7 @@ use crate::session::model::{Model, Snapshots};
 /// # Errors
 /// Anything that keeps it from mounting; nothing is left mounted then.
 pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
-    if config.transport == TransportChoice::Rdma && !cfg!(feature = "rdma") {
+    if config.transport == TransportChoice::Rdma && !gradfs_rdma::IS_BUILT_IN {
         return Err(Error::new(format!("--transport rdma: {NO_RDMA}")));
     }
     if matches!(config.transport, TransportChoice::Auto | TransportChoice::Rdma) {

@@ -24,7 +24,7 @@ impl Page {
     /// A page that says which program it is of.
     pub fn new() -> Page {
         let mut page = Page(BTreeMap::new());
-        let rdma = if cfg!(feature = "rdma") { "true" } else { "false" };
+        let rdma = if gradfs_rdma::IS_BUILT_IN { "true" } else { "false" };
         page.gauge(
             "gradfs_build_info",
             "Which gradfs this is, and whether it was built with RDMA.",
@@ -145,7 +145,7 @@ mod tests {
         page.gauge("gradfs_x", "Why.", &[("model", "a\"b\\c\nd")], (u64::MAX >> 12) as f64);
         let text = page.text().unwrap();
         let version = env!("CARGO_PKG_VERSION");
-        let rdma = cfg!(feature = "rdma");
+        let rdma = gradfs_rdma::IS_BUILT_IN;
         assert_eq!(
             text,
             format!(

@@ -462,9 +462,7 @@ impl Job {
         if let Err(error) = threads.shut_down(Duration::from_secs(2)) {
             tracing::warn!(model = %shared.model, %error, "connections through shared memory");
         }
-        #[cfg(feature = "rdma")]
         let endpoint = shared.rdma_endpoint.lock().clone();
-        #[cfg(feature = "rdma")]
         if let Some(Ok(endpoint)) = endpoint {
             endpoint.shut_down(Duration::from_secs(2));
         }

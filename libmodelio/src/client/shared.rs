@@ -41,7 +41,6 @@ use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Message, ModelRecord, Refusal};
 
 /// The RDMA device, or why it could not be opened, and when.
-#[cfg(feature = "rdma")]
 pub(super) type Opened = Result<Arc<crate::transport::rdma::Endpoint>, (String, Instant)>;
 
 pub(super) struct Inner {
@@ -97,7 +96,6 @@ pub(super) struct Shared {
     pub(super) listener: Mutex<Option<Arc<Listener>>>,
     pub(super) accounts: Accounts,
     /// The RDMA device, once it was needed.
-    #[cfg(feature = "rdma")]
     pub(super) rdma_endpoint: Mutex<Option<Opened>>,
     pub(super) this: Weak<Shared>,
 }
@@ -196,7 +194,6 @@ impl Shared {
             lifetime: Lifetime::default(),
             listener: Mutex::new(None),
             accounts: Accounts::default(),
-            #[cfg(feature = "rdma")]
             rdma_endpoint: Mutex::new(None),
             this: this.clone(),
         });

@@ -227,7 +227,6 @@ impl Versions {
     }
 
     /// The memory that the next version is pulled into, as far as it exists.
-    #[cfg(feature = "rdma")]
     pub fn next_memory(&self) -> Option<Arc<Mapping>> {
         self.back.as_ref().or(self.free.last()).map(|region| Arc::clone(region.memory()))
     }

@@ -19,8 +19,8 @@
 pub mod exchange;
 pub mod frames;
 pub mod local;
-pub mod rdma;
 pub mod shm;
 pub mod tally;
 
+pub use gradfs_rdma as rdma;
 pub use modelio_base::transport::{reactor, stream, tcp};

@@ -20,7 +20,6 @@ use super::errands::{self, Errand};
 use super::moving;
 use super::origins::{Origin, Place};
 use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, ToCoordinator};
-#[cfg(feature = "rdma")]
 use super::rdma_clients::RdmaClient;
 use super::redirect::{Redirect, TurnedAway};
 use super::shared::Shared;
@@ -59,7 +58,6 @@ struct Data {
     /// The shared memory, if the client is on this host.
     memory: Option<Box<ShmClient>>,
     /// The RDMA connection, if the client uses one.
-    #[cfg(feature = "rdma")]
     remote: Option<Box<RdmaClient>>,
 }
 
@@ -78,7 +76,6 @@ pub(super) struct Peer {
     /// Kept here until the greeting.
     memory: Option<Box<ShmClient>>,
     /// Kept here until the greeting.
-    #[cfg(feature = "rdma")]
     remote: Option<Box<RdmaClient>>,
     unsent: Arc<UnsentAll>,
 }
@@ -92,7 +89,6 @@ impl Peer {
         Peer::of(shared, "this host".into(), Some(Box::new(memory)))
     }
 
-    #[cfg(feature = "rdma")]
     pub(super) fn by_rdma(shared: Arc<Shared>, address: String, remote: RdmaClient) -> Peer {
         Peer { remote: Some(Box::new(remote)), ..Peer::of(shared, address, None) }
     }
@@ -107,7 +103,6 @@ impl Peer {
             kind: PeerKind::Strange,
             epoch: Epoch(0),
             memory,
-            #[cfg(feature = "rdma")]
             remote: None,
             unsent: Arc::default(),
         }
@@ -165,7 +160,6 @@ impl Peer {
         if *role != Role::Data && self.memory.is_some() {
             return Err(Refusal::Role { what: format!("{role:?} by shared memory") }.into());
         }
-        #[cfg(feature = "rdma")]
         if *role != Role::Data && self.remote.is_some() {
             return Err(Refusal::Role { what: format!("{role:?} by RDMA") }.into());
         }
@@ -214,7 +208,6 @@ impl Peer {
                     follows: None,
                     pinned: None,
                     memory,
-                    #[cfg(feature = "rdma")]
                     remote: self.remote.take(),
                 }))
             }
@@ -231,7 +224,6 @@ impl Peer {
     }
 
     fn welcome(&mut self) -> Result<(), Refusal> {
-        #[cfg(feature = "rdma")]
         if let PeerKind::Data(data) = &mut self.kind
             && let Data { sender, partition, remote: Some(remote), .. } = &mut **data
         {
@@ -349,7 +341,6 @@ impl Peer {
 impl Data {
     /// Whether the payload of blocks goes through a ring, unless the message only names their place.
     fn goes_through_rings(&self) -> bool {
-        #[cfg(feature = "rdma")]
         if self.remote.is_some() {
             return true;
         }
@@ -358,7 +349,6 @@ impl Data {
 
     /// The next requested block.
     fn next_block(&mut self, link: &Link) -> Option<Outgoing> {
-        #[cfg(feature = "rdma")]
         if let Some(ready) = self.remote.as_mut().and_then(|remote| remote.ready()) {
             return Some(ready);
         }
@@ -411,7 +401,6 @@ impl Data {
                 Some(memory) => memory.block(&self.partition, pinned, BlockId(block)),
                 None => self.partition.block(pinned, BlockId(block)),
             };
-            #[cfg(feature = "rdma")]
             if let (Some(_), Some(Outgoing { payload: Some(piece), .. })) = (&self.remote, &outgoing) {
                 // The block goes through the ring, because the client has asked for it instead of reading it.
                 self.partition.store().tally().copied(Flow::Pull, piece.len());
@@ -448,7 +437,6 @@ impl Data {
             // The wake-up makes the connection receive again.
             link.wake();
         }
-        #[cfg(feature = "rdma")]
         if let Some(remote) = &mut self.remote {
             remote.again(&self.partition, &mut self.sender)?;
             return Ok(remote.until(&self.sender, now));
@@ -459,7 +447,6 @@ impl Data {
     /// The connection receives nothing more.
     fn given_up(&mut self) {
         self.reservation = None;
-        #[cfg(feature = "rdma")]
         if let Some(remote) = &mut self.remote {
             remote.given_up();
         }
@@ -472,7 +459,6 @@ impl Data {
             self.rouse_at = self.sender.until(Instant::now());
             return Ok(take);
         }
-        #[cfg(feature = "rdma")]
         if let Some(remote) = &mut self.remote
             && let Some(take) = remote.message(&self.partition, received)?
         {
@@ -667,7 +653,6 @@ impl Conversation for Peer {
             PeerKind::Control { client, coordinator } => coordinator.client_down(client, &self.link),
             PeerKind::Data(data) => {
                 data.partition.client_down(&self.link);
-                #[cfg(feature = "rdma")]
                 if let Some(mut remote) = data.remote {
                     remote.closed();
                 }

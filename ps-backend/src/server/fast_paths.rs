@@ -7,7 +7,6 @@ use libmodelio::transport::shm::Threads;
 use serde_json::{Value, json};
 
 use super::options::NoRdma;
-#[cfg(feature = "rdma")]
 use super::rdma_clients::Rdma;
 use super::shm_clients::MAX_CONNECTIONS;
 
@@ -17,7 +16,6 @@ pub(super) struct FastPaths {
     pub memory: Arc<Threads>,
     pub no_memory: OnceLock<String>,
     /// Connections by RDMA.
-    #[cfg(feature = "rdma")]
     pub rdma: OnceLock<Rdma>,
     pub no_rdma: OnceLock<NoRdma>,
 }
@@ -27,7 +25,6 @@ impl FastPaths {
         FastPaths {
             memory: Threads::new(MAX_CONNECTIONS),
             no_memory: OnceLock::new(),
-            #[cfg(feature = "rdma")]
             rdma: OnceLock::new(),
             no_rdma: OnceLock::new(),
         }
@@ -39,7 +36,6 @@ impl FastPaths {
             None => "shm on this host".to_owned(),
             Some(why) => format!("no shm on this host: {why}"),
         };
-        #[cfg(feature = "rdma")]
         if let Some(rdma) = self.rdma.get() {
             return format!("{memory}; {}", rdma.name());
         }
@@ -55,7 +51,6 @@ impl FastPaths {
 
     /// RDMA in the status of a shard whose TCP address is `beside`.
     pub(super) fn rdma_status(&self, beside: &str) -> Value {
-        #[cfg(feature = "rdma")]
         if let Some(rdma) = self.rdma.get() {
             return json!({
                 "address": self.rdma_address(beside),
@@ -65,7 +60,6 @@ impl FastPaths {
                 "hindered": false,
             });
         }
-        let _ = beside;
         let no_rdma = self.no_rdma.get();
         json!({
             "address": null,
@@ -78,17 +72,14 @@ impl FastPaths {
 
     /// The address for RDMA connections to a shard whose TCP address is `beside`. Empty if there is none.
     pub(super) fn rdma_address(&self, beside: &str) -> String {
-        #[cfg(feature = "rdma")]
         if let Some(rdma) = self.rdma.get() {
             let host = beside.rsplit_once(':').map_or(beside, |(host, _)| host);
             return format!("{host}:{}", rdma.address().port());
         }
-        let _ = beside;
         String::new()
     }
 
     pub(super) fn shut_down(&self, patience: Duration) {
-        #[cfg(feature = "rdma")]
         if let Some(rdma) = self.rdma.get() {
             rdma.shut_down(patience);
         }

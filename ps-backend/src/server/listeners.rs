@@ -4,11 +4,13 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Weak};
 
 use libmodelio::transport::frames::{Framed, Link};
+use libmodelio::transport::rdma::VerbsError;
 use libmodelio::transport::stream::Stream;
 use libmodelio::transport::tcp::SocketOptions;
 
 use super::conversation::Peer;
 use super::options::{NoRdma, RdmaUse, ServerError};
+use super::rdma_clients::{Rdma, RdmaClient};
 use super::shared::Shared;
 use super::shm_clients::{Listening, Meets, ShmClient};
 
@@ -69,12 +71,7 @@ pub(super) fn by_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), S
     Ok(())
 }
 
-#[cfg(feature = "rdma")]
 fn start_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), NoRdma> {
-    use libmodelio::transport::rdma::verbs::VerbsError;
-
-    use super::rdma_clients::{Rdma, RdmaClient};
-
     if shared.options.rdma == RdmaUse::Off {
         return Err(NoRdma::off());
     }
@@ -83,20 +80,14 @@ fn start_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), NoRdma> {
     let meets = move |peer: String, remote: RdmaClient| Some(Peer::by_rdma(weak.upgrade()?, peer, remote));
     let started = Rdma::start(address, port, options, shared.options.device_memory.clone(), meets);
     let started = started.map_err(|error| {
-        // Naming a device means expecting one.
-        let hindered = error != VerbsError::NoDevice || options.device.is_some();
+        let hindered = match error {
+            VerbsError::NotBuilt => false,
+            // Naming a device means expecting one.
+            VerbsError::NoDevice => options.device.is_some(),
+            _ => true,
+        };
         NoRdma { why: error.to_string(), hindered }
     })?;
     let _ = shared.fast.rdma.set(started);
     Ok(())
-}
-
-#[cfg(not(feature = "rdma"))]
-fn start_rdma(shared: &Arc<Shared>, _: SocketAddr) -> Result<(), NoRdma> {
-    Err(match shared.options.rdma {
-        RdmaUse::Off => NoRdma::off(),
-        RdmaUse::Auto | RdmaUse::On => {
-            NoRdma { why: libmodelio::vocabulary::transport_kind::NO_RDMA.to_owned(), hindered: false }
-        }
-    })
 }

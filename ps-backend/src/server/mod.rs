@@ -52,7 +52,6 @@ mod options;
 mod origins;
 pub mod partition;
 mod peer_shard;
-#[cfg(feature = "rdma")]
 mod rdma_clients;
 mod redirect;
 mod shared;

@@ -21,9 +21,7 @@ mod moving;
 mod parking;
 mod plans;
 mod reservation;
-#[cfg(feature = "rdma")]
 mod shown;
-#[cfg(feature = "rdma")]
 mod sum_memory;
 
 use std::collections::BTreeMap;
@@ -53,9 +51,7 @@ use here::Here;
 use parking::Connected;
 use reservation::{Coming, KeptPayloads};
 pub(super) use reservation::{Lent, Push, Reservation, Reserved, Room, Sender};
-#[cfg(feature = "rdma")]
 pub(super) use shown::Shown;
-#[cfg(feature = "rdma")]
 pub(super) use sum_memory::SumMemory;
 
 /// The coordinator that a partition answers to.
@@ -134,7 +130,6 @@ pub struct Partition {
     /// Where the model is now, once another block map is in force.
     moved: OnceLock<Redirect>,
     /// Its versions, for clients that fetch them by RDMA.
-    #[cfg(feature = "rdma")]
     shown: Mutex<Option<Arc<Shown>>>,
 }
 
@@ -278,7 +273,6 @@ impl Partition {
             executor: Arc::clone(executor),
             links: Mutex::default(),
             moved: OnceLock::new(),
-            #[cfg(feature = "rdma")]
             shown: Mutex::default(),
         })
     }
@@ -304,7 +298,6 @@ impl Partition {
     }
 
     /// Its versions for clients that fetch them by RDMA. They are published from the first such client on.
-    #[cfg(feature = "rdma")]
     pub(super) fn shown(
         &self,
         device: &Arc<libmodelio::transport::rdma::Device>,

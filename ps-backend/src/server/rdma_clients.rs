@@ -15,16 +15,14 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
-use libmodelio::transport::rdma::verbs::{
-    Done, Finished, Pool, Registration, RemoteMemory, Slot, VerbsError, Work,
-};
 use libmodelio::transport::rdma::{
-    Buffers, Device, DeviceMemory, Endpoint, Placement, QueuePair, RdmaOptions,
+    Buffers, Device, DeviceMemory, Done, Endpoint, Finished, Placement, Pool, QueuePair, RdmaOptions,
+    Registration, RemoteMemory, Slot, VerbsError, Work,
 };
 use libmodelio::transport::shm::{MAX_REGIONS, longest_region, longest_sum};
 use libmodelio::transport::stream::Stream;
 use libmodelio::vocabulary::ids::ClientId;
-use libmodelio::wire::{Message, Received, Refusal};
+use libmodelio::wire::{Message, Protocol, Received, Refusal};
 use parking_lot::Mutex;
 
 use super::partition::{Partition, Push, Reservation, Reserved, Room, Sender, Shown, SumMemory};
@@ -60,7 +58,7 @@ impl Rdma {
         far: Option<Arc<dyn DeviceMemory>>,
         meets: impl Fn(String, RdmaClient) -> Option<C> + Send + Sync + 'static,
     ) -> Result<Rdma, VerbsError> {
-        let endpoint = Endpoint::over(Device::open_with(options, far)?)?;
+        let endpoint = Endpoint::over(Device::open_with(options, far)?, Protocol::NEWEST.number())?;
         // An iWARP port is a TCP port, and that one is in use.
         listen.set_port(port.unwrap_or(if endpoint.device().is_iwarp() { 0 } else { listen.port() }));
         let accept =

@@ -186,7 +186,6 @@ mod tcp_plain {
 }
 
 /// The tests that depend on how blocks move. The others need not be run for each option of a path.
-#[cfg(feature = "rdma")]
 macro_rules! moves {
     ($way:expr) => {
         on! {
@@ -207,7 +206,6 @@ macro_rules! moves {
     };
 }
 
-#[cfg(feature = "rdma")]
 mod rdma {
     use libmodelio::transport::rdma::{Notice, Placement};
 

@@ -10,7 +10,6 @@ use libmodelio::bytes::region::{Region, RegionKey};
 use libmodelio::client::CommitNotice;
 use libmodelio::client::{Done, Job, Opening, SetError, wait_for};
 use libmodelio::contributor::{ContributeError, Contributor, Share, Wrote};
-#[cfg(feature = "rdma")]
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::block_slot::{BlockSlot, Placement};
@@ -70,7 +69,6 @@ impl Way {
         Some(Way { kind: TransportKind::Tcp, over: Some(world::Way::Tcp(io)), on_device: None })
     }
 
-    #[cfg(feature = "rdma")]
     pub fn rdma(change: fn(&mut RdmaOptions)) -> Option<Way> {
         Some(Way { kind: TransportKind::Rdma, over: Some(world::Way::rdma_with(change)?), on_device: None })
     }

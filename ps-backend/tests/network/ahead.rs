@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{ContributeError, Contributor, Share};
-#[cfg(feature = "rdma")]
 use libmodelio::transport::rdma::Placement;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::Version;
@@ -18,7 +17,6 @@ pub const BYTES: u64 = 8 << 20;
 
 /// By RDMA where there is a device; all the others elsewhere.
 pub fn ways() -> Vec<Way> {
-    #[cfg(feature = "rdma")]
     if std::env::var_os("GRADFS_RDMA_ADDRESS").is_some() {
         let placed = Way::rdma_with(|options| options.placement = Placement::Static);
         let fetched = Way::rdma_with(|options| options.placement = Placement::Dynamic);

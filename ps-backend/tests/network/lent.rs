@@ -53,7 +53,6 @@ impl<'a> Mapped<'a> {
 /// By RDMA, clients write into the memory of shards, or shards fetch from that of clients.
 fn ways() -> Vec<Way> {
     let ways = vec![Way::Shm, Way::Tcp(Choice::Auto)];
-    #[cfg(feature = "rdma")]
     let ways = {
         use libmodelio::transport::rdma::{Placement, RdmaOptions};
 

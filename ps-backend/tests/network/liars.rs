@@ -67,7 +67,7 @@ impl Conversation for Liar {
 fn a_shard_that_lies_harms_no_client() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let endpoint = Endpoint::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap();
     let at: SocketAddr = world.shards()[0].rdma.parse().unwrap();
     let own = endpoint.device().arena().take(4096).unwrap().open().unwrap().remote();
     let broken = if endpoint.device().is_iwarp() { "RDMA: " } else { "RDMA: remote access error" };

@@ -20,7 +20,6 @@ pub struct Course {
 
 const LONG_COURSE: Course = Course { steps: 120, moves: [10, 30, 50, 70] };
 /// For emulated machines.
-#[cfg(feature = "rdma")]
 pub const SHORT_COURSE: Course = Course { steps: 24, moves: [4, 8, 13, 18] };
 
 fn world(way: Way) -> World {

@@ -7,18 +7,15 @@ mod declared;
 mod device;
 mod following;
 mod lent;
-#[cfg(feature = "rdma")]
 mod liars;
 mod living;
 mod moved;
 mod moving;
 mod parking;
 mod payload;
-#[cfg(feature = "rdma")]
 mod pinned;
 mod publishing;
 mod raw;
-#[cfg(feature = "rdma")]
 mod rdma;
 mod scripted_shard;
 mod shm;

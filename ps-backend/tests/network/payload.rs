@@ -118,21 +118,21 @@ fn the_first_contribution_comes_straight_into_the_sum() {
     assert_eq!(of_two(Way::Shm).push_stored_bytes, 0);
 }
 
-#[cfg(feature = "rdma")]
 #[test]
 fn the_first_contribution_is_fetched_straight_into_the_sum() {
     use libmodelio::transport::rdma::{Endpoint, Placement};
+    use libmodelio::wire::Protocol;
 
     let Some(way) = Way::rdma_with(|options| options.placement = Placement::Dynamic) else { return };
     // With iWARP peers may write what READs fill.
-    let is_iwarp = Endpoint::open(&way.options().0.rdma_options).unwrap().device().is_iwarp();
+    let is_iwarp =
+        Endpoint::open(&way.options().0.rdma_options, Protocol::NEWEST.number()).unwrap().device().is_iwarp();
     let stored = of_two(way).push_stored_bytes;
     // A block that is named before the shard knows its plan may be in a slot when the plan begins.
     // And only the first step registers the sum.
     assert!(if is_iwarp { stored == 0 } else { (BYTES / 2..=ALL).contains(&stored) }, "{stored} of {ALL}");
 }
 
-#[cfg(feature = "rdma")]
 #[test]
 fn by_rdma_no_cpu_copies_anything() {
     use libmodelio::transport::rdma::{Placement, RdmaOptions};

@@ -235,7 +235,7 @@ fn versions_that_a_shard_may_not_pin_go_through_the_ring() {
     steps(&learner, 1..=4);
     assert_eq!(client.payload().unwrap().pull_copied_bytes, 0);
     // It takes more buffers, and uses them, when two versions are held.
-    let endpoint = Endpoint::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap();
     hold(&endpoint, &world, Version(3));
     hold(&endpoint, &world, Version(4));
     let (before, of_shard_before) = (client.payload().unwrap(), of_shard(&world));
@@ -281,7 +281,7 @@ fn versions_are_pinned_before_sums() {
         }
         of_shard(&world).push_stored_bytes - before
     };
-    let endpoint = Endpoint::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap();
     // With iWARP nothing is fetched into sums, and they give nothing.
     if endpoint.device().is_iwarp() {
         assert_eq!(steps(1..=4), 0);

@@ -345,7 +345,7 @@ fn a_hostile_client_ends_only_its_own_connection() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     let client = world.client();
     let learner = Learner::join(&client, "l");
-    let endpoint = Endpoint::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap();
     let (plan, block, wide) = (PlanId(1), BlockId(0), false);
     let share = |bytes, address| Message::ShareAt { region: 1, bytes, address, key: 0xdead_beef };
     let push = |offset| Message::PushAt { plan, block, wide, ahead: false, region: 1, offset };
@@ -404,7 +404,7 @@ fn a_fetch_into_a_sum_that_fails_leaves_nothing() {
         }
     };
     step(1);
-    let endpoint = Endpoint::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap();
     let memory = Mapping::memfd("held", BYTES as usize).unwrap();
     let held = endpoint.device().register(&memory).unwrap().remote();
     let share = |address, key| Message::ShareAt { region: 1, bytes: BYTES, address, key };
@@ -505,7 +505,7 @@ fn clients_that_come_and_go_leave_nothing() {
     }
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let endpoint = Endpoint::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap();
     let come_and_go = |times: usize| {
         for begun in (0..times).step_by(AT_ONCE) {
             let some = begun..times.min(begun + AT_ONCE);

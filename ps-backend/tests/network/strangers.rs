@@ -97,12 +97,12 @@ fn a_shard_turns_strangers_away_and_names_its_protocol() {
     let client = world.client();
     let learner = Learner::join(&client, "l");
     let to: SocketAddr = world.shards()[0].rdma.parse().unwrap();
-    let notify = Endpoint::open(&world.rdma).unwrap().device().notify();
+    let notify = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap().device().notify();
     let mut sum = 0.0;
     for (private, what) in strange(notify) {
         let event = ask(to, &private);
         assert!(matches!(event.kind, CmKind::Rejected), "{event:?}, {what}");
-        let received = Offer::decode(&event.private, notify).expect(what);
+        let received = Offer::decode(&event.private, Protocol::NEWEST.number(), notify).expect(what);
         let ring = RemoteMemory { address: 0, key: 0 };
         assert_eq!(received, Offer { ring, ..offer(notify) }, "{what}");
         sum += 1.0;
@@ -157,7 +157,7 @@ fn listen(address: SocketAddr, answers: Vec<(bool, Vec<u8>)>) -> (SocketAddr, st
 fn a_client_names_the_protocol_of_a_strange_shard() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let endpoint = Endpoint::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap();
     let notify = endpoint.device().notify();
     let at: SocketAddr = world.shards()[0].rdma.parse().unwrap();
     let mut answers = Vec::new();

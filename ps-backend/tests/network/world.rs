@@ -46,19 +46,16 @@ pub enum Way {
     /// Through shared memory.
     Shm,
     /// By RDMA, over the device that this address leads over, used as this says.
-    #[cfg(feature = "rdma")]
     Rdma(std::net::IpAddr, fn(&mut RdmaOptions)),
 }
 
 impl Way {
     /// By RDMA, if `GRADFS_RDMA_ADDRESS` names an address that leads over a device.
-    #[cfg(feature = "rdma")]
     pub fn rdma() -> Option<Way> {
         Way::rdma_with(|_| {})
     }
 
     /// The same, with other options.
-    #[cfg(feature = "rdma")]
     pub fn rdma_with(change: fn(&mut RdmaOptions)) -> Option<Way> {
         let Ok(text) = std::env::var("GRADFS_RDMA_ADDRESS") else {
             eprintln!("skipped: GRADFS_RDMA_ADDRESS names no address of an RDMA device");
@@ -71,7 +68,6 @@ impl Way {
         match self {
             Way::Tcp(io) => (ServerOptions { io, ..options() }, TransportChoice::Tcp),
             Way::Shm => (options(), TransportChoice::SharedMemory),
-            #[cfg(feature = "rdma")]
             Way::Rdma(address, change) => {
                 let listen = std::net::SocketAddr::new(address, 0);
                 let mut rdma_options = RdmaOptions { arena: 16 << 20, ..RdmaOptions::default() };

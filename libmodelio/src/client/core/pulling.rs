@@ -324,7 +324,6 @@ impl ClientCore {
     }
 
     /// A block that was asked for is not on its way after all.
-    #[cfg(feature = "rdma")]
     pub fn not_asked(&mut self, version: Version, block: BlockId) {
         let partition = self.owners.of(block);
         if let (Some(partition), Some(pull)) = (partition, &mut self.pull)

@@ -16,10 +16,12 @@ use crate::client::shared::{Inner, Shared};
 use crate::client::versions::{self, Versions};
 use crate::timer::{self, Timed};
 use crate::transport::local::{Recipient, Shard};
+use crate::transport::rdma::{Endpoint, IS_BUILT_IN};
 use crate::transport::reactor::{Reactor, ReactorOptions};
 use crate::vocabulary::ids::ClientId;
 use crate::vocabulary::layout::ModelLayout;
-use crate::wire::{MAX_SMALL_MODEL, ModelRecord, ShardRecord};
+use crate::vocabulary::transport_kind::NO_RDMA;
+use crate::wire::{MAX_SMALL_MODEL, ModelRecord, Protocol, ShardRecord};
 
 impl Job {
     /// Connects to the shards of a model and waits until a first version is here.
@@ -45,11 +47,8 @@ impl Job {
             Some(policy) => core.pulls(policy),
         };
         let (transport, connections) = (options.transport, options.connections);
-        if transport == TransportChoice::Rdma && !cfg!(feature = "rdma") {
-            return Err(ClientError::Transport {
-                model,
-                why: crate::vocabulary::transport_kind::NO_RDMA.to_owned(),
-            });
+        if transport == TransportChoice::Rdma && !IS_BUILT_IN {
+            return Err(ClientError::Transport { model, why: NO_RDMA.to_owned() });
         }
         let routes = Routes::new(&map, record.coordinator, shards, transport, connections).map_err(bad)?;
         if let Some(why) = routes.partitions.iter().find_map(|place| place.barred.clone()) {
@@ -67,12 +66,10 @@ impl Job {
             }
         };
         let size = layout.size() as usize;
-        #[cfg(feature = "rdma")]
         let mut endpoint = None;
-        #[cfg(feature = "rdma")]
         if transport == TransportChoice::Rdma {
             // If RDMA is required, a missing device is an error at once.
-            let opened = crate::transport::rdma::Endpoint::open(&options.rdma);
+            let opened = Endpoint::open(&options.rdma, Protocol::NEWEST.number());
             let opened = opened
                 .map_err(|error| ClientError::Transport { model: model.clone(), why: error.to_string() })?;
             endpoint = Some(Ok(opened));
@@ -84,10 +81,7 @@ impl Job {
         // The job holds the threads, so that it can end them.
         let options = ClientOptions { reactor: None, ..options };
         let shared = Shared::new((id, record), layout, inner, options, reached);
-        #[cfg(feature = "rdma")]
-        {
-            *shared.rdma_endpoint.lock() = endpoint;
-        }
+        *shared.rdma_endpoint.lock() = endpoint;
         Job::begin(shared, Some(reactor))
     }
 

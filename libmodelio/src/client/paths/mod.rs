@@ -10,7 +10,6 @@
 
 mod local;
 mod named;
-#[cfg(feature = "rdma")]
 mod rdma;
 mod shm;
 mod tcp;

@@ -107,7 +107,6 @@ pub(super) trait PeerMemory: Send {
 }
 
 /// The outcome of placing a block.
-#[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "only RDMA has slots"))]
 pub(super) enum Placed {
     /// The block goes another way.
     Not,

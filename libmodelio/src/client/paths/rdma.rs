@@ -23,13 +23,12 @@ use crate::client::peers::routes::Route;
 use crate::client::shared::Shared;
 use crate::transport::frames::{Framed, Link};
 use crate::transport::rdma::published::DIRECTORY;
-use crate::transport::rdma::verbs::{Done, Pool, RemoteMemory, VerbsError};
-use crate::transport::rdma::{Endpoint, Placement, QueuePair};
+use crate::transport::rdma::{Done, Endpoint, Placement, Pool, QueuePair, RemoteMemory, VerbsError};
 use crate::transport::shm::MAX_REGIONS;
 use crate::transport::stream::{Close, Guard, Piece, Stream};
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::PartitionLayout;
-use crate::wire::{Message, Received};
+use crate::wire::{Message, Protocol, Received};
 
 /// The most reads of the directory, or of its entries, that may be under way on one connection.
 const MAX_DIRECTORY_READS: usize = 16;
@@ -237,7 +236,8 @@ impl Shared {
             Some(Err((why, at))) if at.elapsed() < RETRY_AFTER => return Err(why.clone()),
             Some(Err(_)) | None => {}
         }
-        let opened = Endpoint::open(&self.options.rdma).map_err(|error| error.to_string());
+        let opened =
+            Endpoint::open(&self.options.rdma, Protocol::NEWEST.number()).map_err(|error| error.to_string());
         *known = Some(opened.clone().map_err(|why| (why, Instant::now())));
         opened
     }

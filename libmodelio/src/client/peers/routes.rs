@@ -31,7 +31,6 @@ pub(in crate::client) struct ShardRoute {
     /// The number of blocks that it owns.
     pub(in crate::client) blocks: u32,
     /// Its blocks, as runs.
-    #[cfg(feature = "rdma")]
     pub(in crate::client) owned: Vec<std::ops::Range<u32>>,
     /// The path to it that is better than TCP, if there may be one.
     pub(in crate::client) fast: Option<FastPath>,
@@ -73,14 +72,7 @@ impl Routes {
                 TransportChoice::Auto if is_here => Some(FastPath::SharedMemory),
                 TransportChoice::Auto => (!record.rdma.is_empty()).then_some(FastPath::Rdma),
             };
-            Ok(ShardRoute {
-                record,
-                blocks,
-                #[cfg(feature = "rdma")]
-                owned: runs(map, shard),
-                fast,
-                barred,
-            })
+            Ok(ShardRoute { record, blocks, owned: runs(map, shard), fast, barred })
         };
         let partitions = map.shares().into_iter().map(place).collect::<Result<Vec<ShardRoute>, String>>()?;
         let coordinator = partitions.iter().position(|place| place.record.shard == coordinator);
@@ -101,7 +93,6 @@ impl Routes {
 }
 
 /// A shard's blocks, as runs.
-#[cfg(feature = "rdma")]
 fn runs(map: &BlockMap, shard: ShardId) -> Vec<std::ops::Range<u32>> {
     let mut runs: Vec<std::ops::Range<u32>> = Vec::new();
     for block in map.blocks_of(shard) {

@@ -266,7 +266,6 @@ impl Shared {
     }
 
     /// The memory that the client pulls into.
-    #[cfg(feature = "rdma")]
     pub(in crate::client) fn back_buffer(&self) -> Option<Arc<crate::bytes::mmap::Mapping>> {
         let mut inner = self.inner.lock();
         let (retain, max) = inner.bounds();

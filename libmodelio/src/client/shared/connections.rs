@@ -174,11 +174,6 @@ impl Shared {
         next
     }
 
-    #[cfg(not(feature = "rdma"))]
-    fn connect_by_rdma(&self, route: Route) {
-        self.without(FastPath::Rdma, route, crate::vocabulary::transport_kind::NO_RDMA);
-    }
-
     /// The fast path to a shard has not come about. The client takes TCP instead, unless the options forbid it.
     pub(in crate::client) fn without(&self, fast: FastPath, route: Route, why: &str) {
         if self.options.transport == fast.alone() {

@@ -60,12 +60,7 @@ impl Handle {
     }
 
     /// Serves a descriptor that does not block.
-    pub fn place(
-        &self,
-        fd: OwnedFd,
-        kind: Kind,
-        at: Thread,
-    ) -> Result<Connection, Refused> {
+    pub fn place(&self, fd: OwnedFd, kind: Kind, at: Thread) -> Result<Connection, Refused> {
         let thread = match at {
             Thread::Number(number) => &self.threads[number % self.threads.len()],
             Thread::Any => {

@@ -16,7 +16,6 @@ impl Partition {
         let (store, executor) = (self.store.clone(), &self.executor);
         let partition = Partition::of(record, (self.model_bytes, false), store, executor, self.checksum);
         // The store has its watcher already.
-        #[cfg(feature = "rdma")]
         partition.shown.lock().clone_from(&self.shown.lock());
         partition
     }

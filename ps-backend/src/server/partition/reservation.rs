@@ -22,7 +22,6 @@ use smallvec::SmallVec;
 
 use super::{Partition, PartitionState};
 use crate::partition::core::{Outcome, Place, Placement, Sent};
-#[cfg(feature = "rdma")]
 use crate::partition::fetches::Turn;
 use crate::partition::store::{self, BlockInput, PartitionError, PartitionJob, Payload};
 use crate::partition::unknown_plan::UnknownPlan;
@@ -59,7 +58,6 @@ impl Sender {
     }
 
     /// Ends the connection.
-    #[cfg(feature = "rdma")]
     pub(in crate::server) fn close(&self, why: &'static str) {
         if let Some(link) = &self.link {
             link.close(Close::Asked(why.into()));
@@ -89,7 +87,6 @@ pub(in crate::server) struct Push {
 
 impl Push {
     /// How a payload comes that does not stay where it lies.
-    #[cfg(feature = "rdma")]
     fn sent(&self) -> Sent {
         Sent { lies: false, ahead: self.ahead }
     }
@@ -104,7 +101,6 @@ pub(in crate::server) enum Room<'a> {
     /// The sum's memory, or the connection's if the sum's is not available.
     Stream,
     /// The sum's memory, if its first byte and length suit. The payload has another way, so it does not wait.
-    #[cfg_attr(not(feature = "rdma"), allow(dead_code, reason = "all else can be received elsewhere"))]
     Sum(&'a mut dyn FnMut(*const u8, usize) -> bool),
 }
 
@@ -289,7 +285,6 @@ impl Partition {
 
     /// The answer that [`Self::reserve`] would give, for a payload that is worth fetching only if it is taken. If it
     /// has to wait, its sender is woken later.
-    #[cfg(feature = "rdma")]
     pub(in crate::server) fn turn(&self, sender: &mut Sender, push: &Push) -> Turn {
         let mut state = self.state.lock();
         match state.core.peek(sender.client, push.plan, push.block.0, push.sent()) {
@@ -300,7 +295,6 @@ impl Partition {
     }
 
     /// Whether a payload would be taken at once.
-    #[cfg(feature = "rdma")]
     pub(in crate::server) fn is_due(&self, sender: &Sender, push: &Push) -> bool {
         let placement = self.state.lock().core.peek(sender.client, push.plan, push.block.0, push.sent());
         matches!(placement, Placement::Ready(_))
@@ -320,7 +314,6 @@ impl Reservation {
 
     /// Like [`Self::target`], for a device that may use the memory for longer. The reservation does not end before
     /// the target is dropped. [`Self::complete_fetched`] completes it.
-    #[cfg(feature = "rdma")]
     pub(in crate::server) fn fetch(mut self) -> (Option<Target>, Arc<Reservation>) {
         let bytes = self.target.as_mut().map(|target| {
             let bytes = target.bytes();
@@ -334,14 +327,12 @@ impl Reservation {
     }
 
     /// Completes a reservation whose payload was fetched. The target must have been dropped.
-    #[cfg(feature = "rdma")]
     pub(in crate::server) fn complete_fetched(self: Arc<Reservation>) -> Result<(), Refusal> {
         let still = || Refusal::other("a block that has come is still being fetched");
         Arc::into_inner(self).ok_or_else(still)?.complete(&[], || true)
     }
 
     /// Whether the plan is given up. Then nobody waits for a late fetch.
-    #[cfg(feature = "rdma")]
     pub(in crate::server) fn is_abandoned(&self) -> bool {
         !self.partition.state.lock().core.wants(self.push.plan)
     }
@@ -486,5 +477,5 @@ fn counted(written: Option<&[Range<u32>]>, counts: &[Range<u32>]) -> Vec<Range<u
     }
 }
 
-#[cfg(all(test, feature = "rdma"))]
+#[cfg(test)]
 mod tests;

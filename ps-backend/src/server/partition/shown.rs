@@ -10,9 +10,8 @@ use std::sync::Arc;
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::Region;
-use libmodelio::transport::rdma::Device;
 use libmodelio::transport::rdma::published::Directory;
-use libmodelio::transport::rdma::verbs::{RemoteMemory, VerbsError};
+use libmodelio::transport::rdma::{Device, RemoteMemory, VerbsError};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::Refusal;
 use parking_lot::Mutex;

@@ -12,8 +12,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::transport::rdma::Device;
-use libmodelio::transport::rdma::verbs::{Registration, Spare};
+use libmodelio::transport::rdma::{Device, Registration, Spare};
 use parking_lot::Mutex;
 
 use crate::partition::store::PartitionStore;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libmodelio::transport::frames::Link;
-use libmodelio::transport::rdma::verbs::{Pool, Slot};
+use libmodelio::transport::rdma::{Pool, Slot};
 use libmodelio::transport::stream::Connection;
 use libmodelio::vocabulary::ids::ClientId;
 use parking_lot::Mutex;

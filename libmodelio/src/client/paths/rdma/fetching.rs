@@ -10,7 +10,7 @@ use super::{MAX_DIRECTORY_READS, RdmaPath};
 use crate::client::paths::Connection;
 use crate::client::shared::Shared;
 use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
-use crate::transport::rdma::verbs::{Finished, RemoteMemory, VerbsError, Work};
+use crate::transport::rdma::{Finished, RemoteMemory, VerbsError, Work};
 use crate::transport::stream::Target;
 use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, Version};
