@@ -18,9 +18,9 @@ _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()\s]*\)[^()
 _CODE = re.compile(r"`([^`]*)`")
 _HEADING = re.compile(r"^#+ +(.*?) *$")
 # A file of docs/ that any text names.
-_SOURCE = re.compile(r"`((?:fd|lm|ps|fs-daemon|libmodelio|ps-backend)/[\w./{},-]+)`")
+_SOURCE = re.compile(r"`((?:fd|lm|mb|ps|fs-daemon|gradfs-rdma|libmodelio|modelio-base|ps-backend)/[\w./{},-]+)`")
 # As docs/internals/architecture.md abbreviates them.
-_SHORT = {"fd": "fs-daemon/src", "lm": "libmodelio/src", "ps": "ps-backend/src"}
+_SHORT = {"fd": "fs-daemon/src", "lm": "libmodelio/src", "mb": "modelio-base/src", "ps": "ps-backend/src"}
 _NAMED = re.compile(r"\bdocs/[\w./-]+\.(?:md|png|svg|csv|toml)\b")
 
 

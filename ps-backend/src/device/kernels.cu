@@ -179,7 +179,7 @@ struct BF16 {
     __device__ __forceinline__ static float widen(u16 half) { return __uint_as_float((u32)half << 16); }
 };
 
-// The types of 8 bits are those of libmodelio/src/bytes/kernels/fp8.rs. `BIAS` is what the exponents' biases differ by, one
+// The types of 8 bits are those of modelio-base/src/bytes/kernels/fp8.rs. `BIAS` is what the exponents' biases differ by, one
 // ulp of `ROUNDER` is the smallest number, and magnitudes from `NAN_FROM` on become NaN.
 template <int SHIFT, u32 BIAS, int ROUNDER, u32 MOST, u32 NAN_FROM>
 struct Byte {
