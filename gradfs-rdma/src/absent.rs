@@ -20,21 +20,116 @@ use crate::options::RdmaOptions;
 #[derive(Debug)]
 enum Never {}
 
-#[derive(Debug)]
-pub struct Arena(Never);
-#[derive(Debug)]
-pub struct Chunk(Never);
-#[derive(Debug)]
-pub struct Device(Never);
-pub struct Endpoint(Never);
-#[derive(Debug)]
-pub struct Pool(Never);
-#[derive(Debug)]
-pub struct QueuePair(Never);
-#[derive(Debug)]
-pub struct Registration(Never);
-#[derive(Debug)]
-pub struct Slot(Never);
+/// Types without a value, and their methods.
+macro_rules! absent {
+    ($($name:ident {
+        $(fn $method:ident $([$($generic:tt)*])? ($me:ident: $Me:ty $(, $argument:ty)*) $(-> $returned:ty)?;)*
+    })*) => {$(
+        #[derive(Debug)]
+        pub struct $name(Never);
+
+        impl $name {
+            $(pub fn $method $(<$($generic)*>)? ($me: $Me $(, _: $argument)*) $(-> $returned)? {
+                match $me.0 {}
+            })*
+        }
+    )*};
+}
+
+absent! {
+    Endpoint {
+        fn over(device: Arc<Device>, u16) -> Result<Arc<Endpoint>, VerbsError>;
+        fn device(self: &Self) -> &Arc<Device>;
+        fn connections(self: &Self) -> usize;
+        fn listen(self: &Self, SocketAddr, impl FnMut(&Arc<QueuePair>, Option<SocketAddr>) -> Served + Send + 'static)
+            -> Result<SocketAddr, VerbsError>;
+        fn connect(self: &Self, SocketAddr, Instant, usize, impl FnOnce(Connected<'_>) -> Served + Send + 'static);
+        fn shut_down(self: &Self, Duration);
+    }
+
+    Device {
+        fn register(self: &Arc<Device>, &Mapping) -> Result<Arc<Registration>, VerbsError>;
+        fn register_to_fill(self: &Arc<Device>, &Mapping) -> Result<Arc<Registration>, VerbsError>;
+        fn spare(self: &Self, Weak<dyn Spare>);
+        fn knows(self: &Self, &Mapping) -> bool;
+        fn forget(self: &Self, &Mapping);
+        fn forget_to_fill(self: &Self, &Mapping);
+        fn name(self: &Self) -> String;
+        fn is_iwarp(self: &Self) -> bool;
+        fn arena(self: &Self) -> &Arc<Arena>;
+        fn payload_arena(self: &Self) -> &Arc<Arena>;
+        fn options(self: &Self) -> &RdmaOptions;
+    }
+
+    QueuePair {
+        fn device(self: &Self) -> &Arc<Device>;
+        fn connection(self: &Self) -> Option<&Connection>;
+        fn room(self: &Self, usize) -> usize;
+        fn read(self: &Self, u64, Slot, usize, RemoteMemory, bool) -> Result<(), (VerbsError, Slot)>;
+        fn read_to(self: &Self, u64, Target, Arc<Registration>, RemoteMemory) -> Result<(), VerbsError>;
+        fn write(self: &Self, u64, Piece, Arc<Registration>, RemoteMemory) -> Result<(), VerbsError>;
+        fn post(self: &Self) -> Result<(), VerbsError>;
+        fn take(self: &Self, &mut Done);
+        fn give_up(self: &Self, &VerbsError);
+        fn break_off(self: &Self, String);
+        fn end(self: &Self);
+    }
+
+    Arena {
+        fn take(self: &Arc<Arena>, usize) -> Result<Chunk, VerbsError>;
+        fn available(self: &Self) -> u64;
+    }
+
+    Chunk {
+        fn open(self: &Self) -> Result<Arc<Registration>, VerbsError>;
+    }
+
+    Pool {
+        fn new(chunk: Chunk, usize, bool) -> Arc<Pool>;
+        fn count(self: &Self) -> usize;
+        fn take(self: &Arc<Pool>, Option<&Connection>) -> Option<Slot>;
+    }
+
+    Slot {
+        fn copied_out['a](self: &Self, usize, &'a mut Vec<u8>) -> Result<Option<&'a [u8]>, VerbsError>;
+        fn copy[const N: usize](self: &Self) -> [u8; N];
+    }
+
+    Registration {
+        fn remote(self: &Self) -> RemoteMemory;
+    }
+}
+
+/// The stream to serve on a connection.
+type Served = Option<Box<dyn Stream>>;
+/// A connection that was asked for, or why there is none.
+type Connected<'a> = Result<&'a Arc<QueuePair>, String>;
+
+impl Endpoint {
+    pub fn open(_: &RdmaOptions, _: u16) -> Result<Arc<Endpoint>, VerbsError> {
+        Err(VerbsError::NotBuilt)
+    }
+}
+
+impl Device {
+    pub fn open_with(_: &RdmaOptions, _: Option<Arc<dyn DeviceMemory>>) -> Result<Arc<Device>, VerbsError> {
+        Err(VerbsError::NotBuilt)
+    }
+}
+
+impl Slot {
+    pub unsafe fn bytes(&self, _: usize) -> &[u8] {
+        match self.0 {}
+    }
+}
+
+pub fn devices() -> Result<Vec<DeviceInfo>, VerbsError> {
+    Err(VerbsError::NotBuilt)
+}
+
+pub fn usable() -> Result<Vec<String>, VerbsError> {
+    Err(VerbsError::NotBuilt)
+}
 
 #[derive(Debug)]
 pub enum Work {
@@ -51,210 +146,3 @@ pub struct Finished {
 }
 
 pub type Done = Vec<Finished>;
-
-pub fn devices() -> Result<Vec<DeviceInfo>, VerbsError> {
-    Err(VerbsError::NotBuilt)
-}
-
-pub fn usable() -> Result<Vec<String>, VerbsError> {
-    Err(VerbsError::NotBuilt)
-}
-
-impl Endpoint {
-    pub fn open(_: &RdmaOptions, _: u16) -> Result<Arc<Endpoint>, VerbsError> {
-        Err(VerbsError::NotBuilt)
-    }
-
-    pub fn over(device: Arc<Device>, _: u16) -> Result<Arc<Endpoint>, VerbsError> {
-        match device.0 {}
-    }
-
-    pub fn device(&self) -> &Arc<Device> {
-        match self.0 {}
-    }
-
-    pub fn connections(&self) -> usize {
-        match self.0 {}
-    }
-
-    pub fn listen(
-        &self,
-        _: SocketAddr,
-        _: impl FnMut(&Arc<QueuePair>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send + 'static,
-    ) -> Result<SocketAddr, VerbsError> {
-        match self.0 {}
-    }
-
-    pub fn connect(
-        &self,
-        _: SocketAddr,
-        _: Instant,
-        _: usize,
-        _: impl FnOnce(Result<&Arc<QueuePair>, String>) -> Option<Box<dyn Stream>> + Send + 'static,
-    ) {
-        match self.0 {}
-    }
-
-    pub fn shut_down(&self, _: Duration) {
-        match self.0 {}
-    }
-}
-
-impl Device {
-    pub fn open_with(_: &RdmaOptions, _: Option<Arc<dyn DeviceMemory>>) -> Result<Arc<Device>, VerbsError> {
-        Err(VerbsError::NotBuilt)
-    }
-
-    pub fn register(self: &Arc<Device>, _: &Mapping) -> Result<Arc<Registration>, VerbsError> {
-        match self.0 {}
-    }
-
-    pub fn register_to_fill(self: &Arc<Device>, _: &Mapping) -> Result<Arc<Registration>, VerbsError> {
-        match self.0 {}
-    }
-
-    pub fn spare(&self, _: Weak<dyn Spare>) {
-        match self.0 {}
-    }
-
-    pub fn knows(&self, _: &Mapping) -> bool {
-        match self.0 {}
-    }
-
-    pub fn forget(&self, _: &Mapping) {
-        match self.0 {}
-    }
-
-    pub fn forget_to_fill(&self, _: &Mapping) {
-        match self.0 {}
-    }
-
-    pub fn name(&self) -> String {
-        match self.0 {}
-    }
-
-    pub fn is_iwarp(&self) -> bool {
-        match self.0 {}
-    }
-
-    pub fn arena(&self) -> &Arc<Arena> {
-        match self.0 {}
-    }
-
-    pub fn payload_arena(&self) -> &Arc<Arena> {
-        match self.0 {}
-    }
-
-    pub fn options(&self) -> &RdmaOptions {
-        match self.0 {}
-    }
-}
-
-impl QueuePair {
-    pub fn device(&self) -> &Arc<Device> {
-        match self.0 {}
-    }
-
-    pub fn connection(&self) -> Option<&Connection> {
-        match self.0 {}
-    }
-
-    pub fn room(&self, _: usize) -> usize {
-        match self.0 {}
-    }
-
-    pub fn read(
-        &self,
-        _: u64,
-        _: Slot,
-        _: usize,
-        _: RemoteMemory,
-        _: bool,
-    ) -> Result<(), (VerbsError, Slot)> {
-        match self.0 {}
-    }
-
-    pub fn read_to(
-        &self,
-        _: u64,
-        _: Target,
-        _: Arc<Registration>,
-        _: RemoteMemory,
-    ) -> Result<(), VerbsError> {
-        match self.0 {}
-    }
-
-    pub fn write(&self, _: u64, _: Piece, _: Arc<Registration>, _: RemoteMemory) -> Result<(), VerbsError> {
-        match self.0 {}
-    }
-
-    pub fn post(&self) -> Result<(), VerbsError> {
-        match self.0 {}
-    }
-
-    pub fn take(&self, _: &mut Done) {
-        match self.0 {}
-    }
-
-    pub fn give_up(&self, _: &VerbsError) {
-        match self.0 {}
-    }
-
-    pub fn break_off(&self, _: String) {
-        match self.0 {}
-    }
-
-    pub fn end(&self) {
-        match self.0 {}
-    }
-}
-
-impl Arena {
-    pub fn take(self: &Arc<Arena>, _: usize) -> Result<Chunk, VerbsError> {
-        match self.0 {}
-    }
-
-    pub fn available(&self) -> u64 {
-        match self.0 {}
-    }
-}
-
-impl Chunk {
-    pub fn open(&self) -> Result<Arc<Registration>, VerbsError> {
-        match self.0 {}
-    }
-}
-
-impl Pool {
-    pub fn new(chunk: Chunk, _: usize, _: bool) -> Arc<Pool> {
-        match chunk.0 {}
-    }
-
-    pub fn count(&self) -> usize {
-        match self.0 {}
-    }
-
-    pub fn take(self: &Arc<Pool>, _: Option<&Connection>) -> Option<Slot> {
-        match self.0 {}
-    }
-}
-
-impl Slot {
-    pub fn copied_out<'a>(&self, _: usize, _: &'a mut Vec<u8>) -> Result<Option<&'a [u8]>, VerbsError> {
-        match self.0 {}
-    }
-
-    pub unsafe fn bytes(&self, _: usize) -> &[u8] {
-        match self.0 {}
-    }
-
-    pub fn copy<const N: usize>(&self) -> [u8; N] {
-        match self.0 {}
-    }
-}
-
-impl Registration {
-    pub fn remote(&self) -> RemoteMemory {
-        match self.0 {}
-    }
-}
