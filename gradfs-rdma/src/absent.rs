@@ -20,11 +20,11 @@ use crate::options::RdmaOptions;
 #[derive(Debug)]
 enum Never {}
 
-/// Types without a value, and their methods.
+/// Types without a value, and their methods. Those that are written out are behind a plus.
 macro_rules! absent {
     ($($name:ident {
         $(fn $method:ident $([$($generic:tt)*])? ($me:ident: $Me:ty $(, $argument:ty)*) $(-> $returned:ty)?;)*
-    })*) => {$(
+    } $(+ { $($written_out:tt)* })?)*) => {$(
         #[derive(Debug)]
         pub struct $name(Never);
 
@@ -32,6 +32,7 @@ macro_rules! absent {
             $(pub fn $method $(<$($generic)*>)? ($me: $Me $(, _: $argument)*) $(-> $returned)? {
                 match $me.0 {}
             })*
+            $($($written_out)*)?
         }
     )*};
 }
@@ -45,6 +46,10 @@ absent! {
             -> Result<SocketAddr, VerbsError>;
         fn connect(self: &Self, SocketAddr, Instant, usize, impl FnOnce(Connected<'_>) -> Served + Send + 'static);
         fn shut_down(self: &Self, Duration);
+    } + {
+        pub fn open(_: &RdmaOptions, _: u16) -> Result<Arc<Endpoint>, VerbsError> {
+            Err(VerbsError::NotBuilt)
+        }
     }
 
     Device {
@@ -59,6 +64,10 @@ absent! {
         fn arena(self: &Self) -> &Arc<Arena>;
         fn payload_arena(self: &Self) -> &Arc<Arena>;
         fn options(self: &Self) -> &RdmaOptions;
+    } + {
+        pub fn open_with(_: &RdmaOptions, _: Option<Arc<dyn DeviceMemory>>) -> Result<Arc<Device>, VerbsError> {
+            Err(VerbsError::NotBuilt)
+        }
     }
 
     QueuePair {
@@ -93,6 +102,10 @@ absent! {
     Slot {
         fn copied_out['a](self: &Self, usize, &'a mut Vec<u8>) -> Result<Option<&'a [u8]>, VerbsError>;
         fn copy[const N: usize](self: &Self) -> [u8; N];
+    } + {
+        pub unsafe fn bytes(&self, _: usize) -> &[u8] {
+            match self.0 {}
+        }
     }
 
     Registration {
@@ -104,24 +117,6 @@ absent! {
 type Served = Option<Box<dyn Stream>>;
 /// A connection that was asked for, or why there is none.
 type Connected<'a> = Result<&'a Arc<QueuePair>, String>;
-
-impl Endpoint {
-    pub fn open(_: &RdmaOptions, _: u16) -> Result<Arc<Endpoint>, VerbsError> {
-        Err(VerbsError::NotBuilt)
-    }
-}
-
-impl Device {
-    pub fn open_with(_: &RdmaOptions, _: Option<Arc<dyn DeviceMemory>>) -> Result<Arc<Device>, VerbsError> {
-        Err(VerbsError::NotBuilt)
-    }
-}
-
-impl Slot {
-    pub unsafe fn bytes(&self, _: usize) -> &[u8] {
-        match self.0 {}
-    }
-}
 
 pub fn devices() -> Result<Vec<DeviceInfo>, VerbsError> {
     Err(VerbsError::NotBuilt)
