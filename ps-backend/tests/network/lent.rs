@@ -7,6 +7,7 @@ use std::time::Duration;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::{Region, RegionKey};
 use libmodelio::client::CommitNotice;
+use libmodelio::transport::rdma::{Placement, RdmaOptions};
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::{Step, Version};
 use libmodelio::vocabulary::shard_error::ShardError;
@@ -52,15 +53,10 @@ impl<'a> Mapped<'a> {
 
 /// By RDMA, clients write into the memory of shards, or shards fetch from that of clients.
 fn ways() -> Vec<Way> {
-    let ways = vec![Way::Shm, Way::Tcp(Choice::Auto)];
-    let ways = {
-        use libmodelio::transport::rdma::{Placement, RdmaOptions};
-
-        let placed: fn(&mut RdmaOptions) = |options| options.placement = Placement::Static;
-        let fetched: fn(&mut RdmaOptions) = |options| options.placement = Placement::Dynamic;
-        ways.into_iter().chain([placed, fetched].into_iter().filter_map(Way::rdma_with)).collect()
-    };
-    ways
+    let placed: fn(&mut RdmaOptions) = |options| options.placement = Placement::Static;
+    let fetched: fn(&mut RdmaOptions) = |options| options.placement = Placement::Dynamic;
+    let by_rdma = [placed, fetched].into_iter().filter_map(Way::rdma_with);
+    [Way::Shm, Way::Tcp(Choice::Auto)].into_iter().chain(by_rdma).collect()
 }
 
 #[test]
