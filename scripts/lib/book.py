@@ -113,7 +113,7 @@ def form_faults(docs, generated):
             yield f"docs/{page}: {count} lines, {MOST_LINES[page]} at most"
         for number, line in prose(text):
             if len(line) > WIDTH and not line.startswith("|") and page != generated:
-                yield f"docs/{page}:{number}: {len(line)} columns, {WIDTH} at most"
+                yield f"docs/{page}:{number}: {len(line)} columns, {WIDTH} at most: wrap it; a row of a table may be longer"
 
 
 def source_faults(root, sources):

@@ -157,7 +157,8 @@ def faults(made, there):
                 yield f"{place}: there is no test `{name}`, in Python or Rust"
     for name in sorted(there.bound):
         if name not in first and name.split("__")[0] not in first:
-            yield f"{there.python[name][0]}: test_{name} belongs to no promise"
+            yield (f"{there.python[name][0]}: test_{name} belongs to no promise: name it in a <!-- tests: --> of "
+                   "docs/use or docs/operate, or its file in WITHOUT_PROMISES of scripts/lib/promises.py")
 
 
 def page(docs, made, there, anchor):

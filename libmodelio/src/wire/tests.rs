@@ -223,25 +223,27 @@ fn a_frame_without_a_checksum_of_its_payload_says_so() {
 #[test]
 fn greetings_begin_alike_in_all_versions() {
     let body = |message: &Message| frame(message, 0, Epoch(0), &[]).unwrap().split_off(HEADER);
+    let protocol = Protocol::NEWEST.number();
+    let byte = u8::try_from(protocol).expect("one byte in postcard");
     let hello = Message::Hello {
-        protocol: 12,
+        protocol,
         role: Role::Admin,
         model: String::new(),
         generation: Generation(0),
         client: ClientId(7),
     };
-    assert_eq!(body(&hello), [0, 12, 3, 0, 0, 7]);
-    let welcome = Message::Welcome { protocol: 12, shard: ShardId(2), epoch: Epoch(3), silence_ms: 4 };
-    assert_eq!(body(&welcome), [1, 12, 2, 3, 4]);
+    assert_eq!(body(&hello), [0, byte, 3, 0, 0, 7]);
+    let welcome = Message::Welcome { protocol, shard: ShardId(2), epoch: Epoch(3), silence_ms: 4 };
+    assert_eq!(body(&welcome), [1, byte, 2, 3, 4]);
     let refused = Message::Refused(Refusal::Protocol { expected: 1, got: 2 });
     assert_eq!(body(&refused), [2, 1, 1, 2]);
 
-    let newer = WireError::Protocol { expected: 12, got: 300 };
+    let newer = WireError::Protocol { expected: protocol, got: 300 };
     assert_eq!(Message::decode(&[0, 0xac, 0x02, b'?'], 0), Err(newer.clone()), "whatever else it says");
     assert_eq!(Message::decode(&[1, 0xac, 0x02], 0), Err(newer.clone()));
     let spelt_long = Message::decode(&[0x81, 0x00, 0xac, 0x02, 1, 1, 1], 0);
     assert_eq!(spelt_long, Err(newer.clone()), "found by fuzzing");
-    assert_eq!(newer.to_refusal(), Refusal::Protocol { expected: 12, got: 300 });
+    assert_eq!(newer.to_refusal(), Refusal::Protocol { expected: protocol, got: 300 });
 }
 
 #[test]

@@ -502,10 +502,11 @@ impl<const F: u8, S: Scalar> Op for Mirror<F, S> {
                 let squares = s0 + gradient * gradient;
                 (w - k[3] * gradient / (squares.sqrt() + k[4]), [squares, s1])
             }
-            _ => {
+            11 => {
                 let direction = (k[4] * s0 + k[5] * gradient).sign();
                 (k[3] * w - k[8] * direction, [k[6] * s0 + k[7] * gradient, s1])
             }
+            _ => unreachable!("no mirror of formula {F}"),
         }
     }
 }
