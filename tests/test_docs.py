@@ -1,5 +1,6 @@
 """scripts/docs: the pages of docs/ are whole, and what it refuses of made-up ones."""
 
+import re
 import subprocess
 
 import pytest
@@ -184,6 +185,24 @@ def test_a_page_that_is_too_long_is_refused(tree):
     tree.write("docs/use/semantics.md", "# S\n" + "a\n" * 5000)
     tree.write("docs/use/performance.md", "# P\n" * 301)
     tree.refuses("docs/use/semantics.md: 5002 words, 5000 at most", "docs/use/performance.md: 301 lines, 300 at most")
+
+
+def test_unsafe_code_is_where_the_architecture_says():
+    section = (REPOSITORY / "docs/internals/architecture.md").read_text().split("## Unsafe code")[1]
+    allowed, folder = set(), None
+    for row in re.findall(r"^\| ?(.*?) ?\| (`.*?) \|", section.split("No other product code")[0], re.MULTILINE):
+        folder = row[0].strip("`") or folder
+        for name in re.findall(r"`(.+?)`", row[1]):
+            before, _, rest = name.partition("{")
+            choices, _, behind = rest.partition("}")
+            allowed |= {f"{folder}{before}{choice}{behind}" for choice in choices.split(",")}
+    holding = set()
+    for path in REPOSITORY.glob("*/src/**/*.rs"):
+        code = re.sub(r"//.*", "", path.read_text().split("#[cfg(test)]")[0])
+        if "tests" not in path.with_suffix("").parts and re.search(r"\bunsafe\b", code):
+            holding.add(path.relative_to(REPOSITORY).as_posix())
+    folders = tuple(name for name in allowed if name.endswith("/"))
+    assert {name for name in holding if not name.startswith(folders)} == allowed - set(folders)
 
 
 def test_usage_is_told():

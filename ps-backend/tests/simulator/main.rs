@@ -79,7 +79,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("of them, blocks of plans that made no version", |world| world.ahead.void, 4),
     ("blocks of new weights that were sent while others were written", |world| world.ahead.weights, 4),
     ("blocks that followers were sent when their version counted", |world| world.ahead.late, 4),
-    ("versions that were not pulled", |world| world.history.shown_own(), 8),
+    ("versions that were not pulled", |world| world.history.shown_own(), 4),
     ("grants that name a plan which counts", |world| world.history.told_counted, 1),
     ("strangers", |world| world.strangers, 1),
     ("lies that were believed", |world| world.believed, 1),

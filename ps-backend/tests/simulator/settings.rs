@@ -128,10 +128,7 @@ impl Settings {
         let lease = millis(one_of(rng, &[1000, 2000, 5000, 12_000]));
         for (name, value) in [
             ("consistency", one_of(rng, CONSISTENCY).to_owned()),
-            (
-                "reducer",
-                one_of(rng, &["sgd", "sgd", "sgd", "sum", "adam", "assign", "momentum", "lamb"]).to_owned(),
-            ),
+            ("reducer", one_of(rng, &["sgd", "sgd", "sgd", "sum", "adam", "assign"]).to_owned()),
             ("clip_norm", one_of(rng, &["0", "0", "0", "0", "0", "1"]).to_owned()),
             ("learners", expected.to_string()),
             ("min_learners", rng.u32(1..=expected.min(2)).to_string()),
@@ -180,6 +177,10 @@ impl Settings {
         }
         if of_pulls.u8(0..8) == 0 {
             controls = controls.with("nonfinite", "accept").expect("a setting");
+        }
+        if of_pulls.u8(0..8) == 0 {
+            let reducer = one_of(&mut of_pulls, &["momentum", "momentum", "lamb"]);
+            controls = controls.with("reducer", reducer).expect("a setting");
         }
         if of_pulls.u8(0..4) == 0 {
             // They are refused for reducers that do not add up.
