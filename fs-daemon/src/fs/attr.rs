@@ -4,10 +4,10 @@ use std::time::SystemTime;
 
 use libmodelio::vocabulary::ids::Version;
 
-use super::filesystem::{Fs, Owner, Use};
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
 use super::text;
+use super::{Fs, Owner, Use};
 use crate::session::error::{CallError, CallResult};
 use crate::session::model::Model;
 

@@ -8,6 +8,7 @@ mod blocks;
 mod coding;
 mod connections;
 mod keeper;
+mod paths;
 mod redirect;
 mod small;
 
@@ -39,6 +40,8 @@ use crate::vocabulary::ids::{ClientId, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Message, ModelRecord, Refusal};
+
+pub(super) use paths::{BlockPath, Connection};
 
 /// The RDMA device, or why it could not be opened, and when.
 pub(super) type Opened = Result<Arc<crate::transport::rdma::Endpoint>, (String, Instant)>;

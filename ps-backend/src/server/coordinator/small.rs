@@ -10,11 +10,10 @@ use libmodelio::transport::frames::Outgoing;
 use libmodelio::transport::local::{End, Granted, Mail};
 use libmodelio::transport::stream::Piece;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
-use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, Step, Version};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, Step, Version};
 use libmodelio::wire::{self, JobState, MAX_SMALL_MODEL, Message};
 
 use super::{Coordinator, CoordinatorState, Way};
-use crate::server::partition::Partition;
 
 /// The most bytes of blocks that wait for their grants.
 const MAX_WAITING_BYTES: usize = 64 << 20;
@@ -130,20 +129,5 @@ impl Coordinator {
         if let Some(link) = self.state.lock().clients.get(&client) {
             link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(0, *grant) });
         }
-    }
-}
-
-impl Partition {
-    /// Takes blocks that came with a commit, which is granted now. False if the client must send them.
-    pub(in crate::server) fn granted(self: &Arc<Partition>, granted: &Granted) -> bool {
-        let Granted { client, plan, blocks, bytes, .. } = granted;
-        let mut left = &bytes[..];
-        for block in blocks.iter().cloned().flatten() {
-            let taken = self.push_with_commit(*client, *plan, BlockId(block), &mut left);
-            if !taken.unwrap_or(false) {
-                return false;
-            }
-        }
-        left.is_empty()
     }
 }

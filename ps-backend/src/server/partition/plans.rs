@@ -361,7 +361,7 @@ impl Partition {
                 return;
             }
         }
-        if self.granted(&granted) {
+        if self.takes_granted(&granted) {
             return;
         }
         let mailbox = self.state.lock().mailbox();
@@ -369,6 +369,19 @@ impl Partition {
             mailbox.put(End::Partition, End::Coordinator, Mail::Granted(granted));
             mailbox.drain();
         }
+    }
+
+    /// Takes blocks that came with a commit, which is granted now. False if the client must send them.
+    fn takes_granted(self: &Arc<Partition>, granted: &Granted) -> bool {
+        let Granted { client, plan, blocks, bytes, .. } = granted;
+        let mut left = &bytes[..];
+        for block in blocks.iter().cloned().flatten() {
+            let taken = self.push_with_commit(*client, *plan, BlockId(block), &mut left);
+            if !taken.unwrap_or(false) {
+                return false;
+            }
+        }
+        left.is_empty()
     }
 
     /// The executor has computed the blocks that nobody sends.

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::{MAX_DIRECTORY_READS, RdmaPath};
-use crate::client::paths::Connection;
+use crate::client::shared::Connection;
 use crate::client::shared::Shared;
 use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
 use crate::transport::rdma::{Finished, RemoteMemory, VerbsError, Work};
