@@ -89,7 +89,7 @@ pub(super) struct Shared {
 
 impl Shared {
     /// The options of its partitions.
-    pub fn of_partitions(&self) -> PartitionOptions {
+    pub(super) fn of_partitions(&self) -> PartitionOptions {
         PartitionOptions { state: self.options.state, checksum: self.options.checksum }
     }
 

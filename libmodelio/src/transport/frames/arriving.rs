@@ -55,7 +55,7 @@ pub(super) struct Arriving {
 
 impl Arriving {
     /// Begins to receive the payload of a message.
-    pub fn begin(&mut self, received: Received, place: Place) {
+    pub(super) fn begin(&mut self, received: Received, place: Place) {
         let crc = received.header.payload_crc().map(|_| Crc32c::new());
         let incoming = Incoming { received, place, got: 0, crc, summed: 0 };
         if !matches!(incoming.place, Place::Target(_)) {
@@ -72,24 +72,24 @@ impl Arriving {
     }
 
     /// Whether the memory of the connection was used since the last call.
-    pub fn take_used(&mut self) -> bool {
+    pub(super) fn take_used(&mut self) -> bool {
         std::mem::take(&mut self.used)
     }
 
     /// Gives the pages of the connection's memory back, unless a payload is under way.
-    pub fn give_back(&mut self) {
+    pub(super) fn give_back(&mut self) {
         if self.incoming.is_none() {
             self.scratch.iter_mut().for_each(Buffer::give_back);
         }
     }
 
     /// The message whose payload is under way.
-    pub fn message(&self) -> Option<&Received> {
+    pub(super) fn message(&self) -> Option<&Received> {
         self.incoming.as_ref().map(|incoming| &incoming.received)
     }
 
     /// The number of bytes that have not come yet.
-    pub fn left(&self) -> usize {
+    pub(super) fn left(&self) -> usize {
         self.incoming.as_ref().map_or(0, |incoming| incoming.len() - incoming.got)
     }
 
@@ -105,7 +105,7 @@ impl Arriving {
 
     /// The place for the rest of the payload: [`left`](Self::left) bytes. It belongs to this connection until the
     /// payload is complete or the connection is closed.
-    pub fn rest(&self) -> Option<*mut u8> {
+    pub(super) fn rest(&self) -> Option<*mut u8> {
         let (start, incoming) = self.start()?;
         Some(start.wrapping_add(incoming.got))
     }
@@ -115,7 +115,7 @@ impl Arriving {
     ///
     /// # Panics
     /// If there are more bytes than are left.
-    pub fn store(&mut self, bytes: &[u8]) -> bool {
+    pub(super) fn store(&mut self, bytes: &[u8]) -> bool {
         assert!(bytes.len() <= self.left(), "{} bytes of {}", bytes.len(), self.left());
         if let Some(rest) = self.rest() {
             // SAFETY: the place is as long as the payload, and at least this many bytes are still to come. It belongs
@@ -127,14 +127,14 @@ impl Arriving {
     }
 
     /// The next bytes were received straight into their place.
-    pub fn filled(&mut self, bytes: usize) {
+    pub(super) fn filled(&mut self, bytes: usize) {
         if let Some(incoming) = &mut self.incoming {
             incoming.got += bytes;
         }
     }
 
     /// Adds the received bytes to the checksum, if there is one.
-    pub fn sum_up(&mut self) {
+    pub(super) fn sum_up(&mut self) {
         let Some((start, incoming)) = self.start().filter(|(_, incoming)| incoming.crc.is_some()) else {
             return;
         };
@@ -148,7 +148,7 @@ impl Arriving {
     }
 
     /// Takes the payload once it is complete.
-    pub fn finish(&mut self) -> Option<Arrived<'_>> {
+    pub(super) fn finish(&mut self) -> Option<Arrived<'_>> {
         self.sum_up();
         let Incoming { received, place, got, crc, .. } = self.incoming.take()?;
         let bytes = match (&place, &self.scratch) {
@@ -161,18 +161,18 @@ impl Arriving {
     }
 
     /// Gives the payload under way up. Further bytes are discarded, up to `len` at once.
-    pub fn give_up(&mut self, len: usize) {
+    pub(super) fn give_up(&mut self, len: usize) {
         self.incoming = None;
         self.make_room(len);
     }
 
     /// Memory for discarded bytes, once the payload is given up.
-    pub fn scratch(&self) -> Option<&Buffer> {
+    pub(super) fn scratch(&self) -> Option<&Buffer> {
         self.scratch.as_ref()
     }
 
     /// The connection has ended: nobody writes the payload's place any more.
-    pub fn closed(&mut self) {
+    pub(super) fn closed(&mut self) {
         self.incoming = None;
     }
 }

@@ -28,7 +28,7 @@ pub(super) struct Pump {
 }
 
 impl Pump {
-    pub fn new(end: End, socket: &OwnedFd, thread: Arc<ThreadState>) -> Result<Pump, Errno> {
+    pub(super) fn new(end: End, socket: &OwnedFd, thread: Arc<ThreadState>) -> Result<Pump, Errno> {
         let sleeper = Sleeper::new(thread)?;
         sleeper.epoll.add(end.bell(), EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, BELL))?;
         // A hang-up is always reported. Descriptors that wait are no news.
