@@ -326,7 +326,7 @@ pub type Owner = (u32, u32);
 
 /// The uses of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Use {
+pub enum FileUse {
     /// A directory in which nothing can be made.
     Dir,
     /// The directory in which learners are made and removed.
@@ -343,27 +343,27 @@ pub enum Use {
 
 impl Access {
     /// The permission bits of a file.
-    pub fn mode(&self, file: Use) -> u16 {
+    pub fn mode(&self, file: FileUse) -> u16 {
         let Some(umask) = self.umask else {
             return match file {
-                Use::Dir | Use::Learners => 0o755,
-                Use::Read => 0o444,
-                Use::Shared => 0o644,
-                Use::Contribute => 0o600,
-                Use::Owner => 0o400,
+                FileUse::Dir | FileUse::Learners => 0o755,
+                FileUse::Read => 0o444,
+                FileUse::Shared => 0o644,
+                FileUse::Contribute => 0o600,
+                FileUse::Owner => 0o400,
             };
         };
         let bits = match file {
-            Use::Dir => 0o755,
+            FileUse::Dir => 0o755,
             // The mask decides who makes learners.
-            Use::Learners => 0o777,
-            Use::Read => 0o444,
-            Use::Shared | Use::Contribute => 0o666,
-            Use::Owner => 0o400,
+            FileUse::Learners => 0o777,
+            FileUse::Read => 0o444,
+            FileUse::Shared | FileUse::Contribute => 0o666,
+            FileUse::Owner => 0o400,
         };
         let mode = bits & !umask;
         // As in /tmp: a user who makes learners removes only their own.
-        if file == Use::Learners && mode & 0o022 != 0 { mode | 0o1000 } else { mode }
+        if file == FileUse::Learners && mode & 0o022 != 0 { mode | 0o1000 } else { mode }
     }
 }
 
@@ -375,8 +375,15 @@ mod tests {
     fn a_mask_opens_what_is_written_and_nothing_else() {
         let modes = |umask| {
             let access = Access { owner: (0, 0), umask };
-            [Use::Dir, Use::Learners, Use::Read, Use::Shared, Use::Contribute, Use::Owner]
-                .map(|file| access.mode(file))
+            [
+                FileUse::Dir,
+                FileUse::Learners,
+                FileUse::Read,
+                FileUse::Shared,
+                FileUse::Contribute,
+                FileUse::Owner,
+            ]
+            .map(|file| access.mode(file))
         };
         assert_eq!(modes(None), [0o755, 0o755, 0o444, 0o644, 0o600, 0o400]);
         assert_eq!(modes(Some(0)), [0o755, 0o1777, 0o444, 0o666, 0o666, 0o400]);

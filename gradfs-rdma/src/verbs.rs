@@ -3,7 +3,7 @@
 //!
 //! This folder has all calls of these libraries, and all other `unsafe` code of RDMA. Its interface is safe, except for
 //! [`Slot::bytes`]. Owners hand memory over as to any transport, with
-//! [`Piece::new`](modelio_base::transport::stream::Piece::new) and
+//! [`LentPayload::new`](modelio_base::transport::stream::LentPayload::new) and
 //! [`Target::new`](modelio_base::transport::stream::Target::new): in libmodelio's `client/shared/blocks.rs`
 //! and `client/shared/paths`, and in the shard's `server/partition`. The safety rests on these rules:
 //!

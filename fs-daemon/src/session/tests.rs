@@ -12,7 +12,7 @@ use ps_backend::server::local;
 
 use super::contribution::{Contribution, Ending};
 use super::error::{CallError, CallResult, Done};
-use super::learner::{Learner, Use};
+use super::learner::{Learner, LearnerUse};
 use super::model::{Model, Snapshots};
 use super::publication::Publication;
 use libmodelio::publisher::Publisher;
@@ -257,9 +257,9 @@ fn a_learner_whose_users_have_ended_is_not_waited_for_beyond_linger() {
     let model = model(&[("reducer", "sum"), ("learners", "2"), ("linger", "0")]);
     let [stays, goes] = ["a", "b"].map(|name| model.join(name, None).unwrap());
     let (steps, left) = (contribution(&model, &stays), contribution(&model, &goes));
-    goes.note(Use::Comes);
+    goes.note(LearnerUse::Comes);
     left.closed();
-    goes.note(Use::Ends);
+    goes.note(LearnerUse::Ends);
     steps.write(0, &all(1.0)).unwrap();
     assert_eq!(commit(&steps, Ending::Step), Ok(()));
     assert_eq!(await_step(&model, &stays), Ok(Version(1)));

@@ -31,7 +31,7 @@ use crate::client::peers::routes::Routes;
 use crate::client::shards::{Local, Shards};
 use crate::client::versions::Versions;
 use crate::transport::frames::{Link, Outgoing};
-use crate::transport::local::{End, HeldVersion, Mail};
+use crate::transport::local::{HeldVersion, Mail, MailboxEnd};
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::controls::Controls;
@@ -424,7 +424,11 @@ impl Shared {
         match action {
             Action::ToCoordinator(request, message) => {
                 if let Some(local) = self.shards.local() {
-                    local.shard.mailbox().put(End::Client, End::Coordinator, Mail::Message(request, message));
+                    local.shard.mailbox().put(
+                        MailboxEnd::Client,
+                        MailboxEnd::Coordinator,
+                        Mail::Message(request, message),
+                    );
                     after.mail_left = true;
                 } else if let Some(link) = inner.peers.coordinator.links.first() {
                     let payload = self.blocks_with(inner, &message);

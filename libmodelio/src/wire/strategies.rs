@@ -385,8 +385,8 @@ fn registry_request() -> impl Strategy<Value = RegistryRequest> {
     ]
 }
 
-fn held() -> impl Strategy<Value = Held> {
-    (text(), id64(Generation), id64(Epoch)).prop_map(|(model, generation, epoch)| Held {
+fn held() -> impl Strategy<Value = HeldPartition> {
+    (text(), id64(Generation), id64(Epoch)).prop_map(|(model, generation, epoch)| HeldPartition {
         model,
         generation,
         epoch,

@@ -20,12 +20,12 @@ pub(super) struct Standing {
     #[serde(default)]
     pub memory_available: Option<u64>,
     /// Its partitions.
-    pub models: Vec<Held>,
+    pub models: Vec<PartitionBytes>,
 }
 
 /// A partition that a shard has.
 #[derive(Clone, Debug, Deserialize)]
-pub(super) struct Held {
+pub(super) struct PartitionBytes {
     /// Bytes of its blocks.
     pub bytes: u64,
 }
@@ -79,7 +79,7 @@ mod tests {
 
     /// A shard with so much memory left, and with partitions of so many bytes.
     fn shard(number: u16, memory_available: u64, held: &[u64]) -> Candidate {
-        let models = held.iter().map(|&bytes| Held { bytes }).collect();
+        let models = held.iter().map(|&bytes| PartitionBytes { bytes }).collect();
         let record = ShardRecord {
             shard: ShardId(number),
             address: format!("node{number}:7070"),

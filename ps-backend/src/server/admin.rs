@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::coordinator::Begins;
 use super::models;
 use super::partition::{MakeError, Partition};
-use super::shared::{Creation, Model, Shared};
+use super::shared::{Creation, HostedModel, Shared};
 use super::unsent::AdminAnswer;
 use crate::memory;
 use crate::snapshot::Piece;
@@ -45,7 +45,7 @@ pub(super) fn create(shared: &Shared, payload: &[u8]) -> AdminAnswer {
     tracing::info!(model = %name, blocks = layout.blocks(), bytes = layout.size(), "created");
     shared.gone.is_back(&name);
     let (coordinator, redirect, begins) = (None, None, None);
-    models.insert(name, Model { generation, record, partition, coordinator, redirect, begins });
+    models.insert(name, HostedModel { generation, record, partition, coordinator, redirect, begins });
     Ok((Message::Done, None))
 }
 
@@ -122,7 +122,7 @@ fn has_room(record: &ModelRecord, shard: ShardId) -> Result<(), MakeError> {
     }
 }
 
-fn status_of(name: &str, model: &Model) -> Value {
+fn status_of(name: &str, model: &HostedModel) -> Value {
     let (version, plan) = model.partition.progress();
     let (memory, taken) = (model.partition.store().bytes(), model.partition.store().taken());
     let coordinator = model.coordinator.as_ref().map(|coordinator| {

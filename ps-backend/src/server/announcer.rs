@@ -13,10 +13,10 @@ use std::time::Duration;
 use libmodelio::registry::RegistryError;
 use libmodelio::transport::shm;
 use libmodelio::vocabulary::ids::{Generation, ShardId};
-use libmodelio::wire::{Fate, Held, MAX_HELD, ModelRecord, Moved, Refusal, ShardRecord};
+use libmodelio::wire::{Fate, HeldPartition, MAX_HELD, ModelRecord, Moved, Refusal, ShardRecord};
 
 use super::coordinator::Coordinator;
-use super::shared::{Model, Shared};
+use super::shared::{HostedModel, Shared};
 use super::standing::life;
 use super::{models, moving};
 
@@ -26,7 +26,7 @@ const LEASE: Duration = Duration::from_secs(10);
 const LEFT_OVER: Duration = Duration::from_secs(10);
 /// A partition of this shard, for the registry.
 struct Here {
-    held: Held,
+    held: HeldPartition,
     /// Its block map is in force, as far as this shard knows.
     is_partition: bool,
 }
@@ -95,7 +95,7 @@ fn reconcile(shared: &Shared) -> Result<(), RegistryError> {
     // One report is sent even if there is no partition.
     while let Some(chunk) = chunks.next().or_else(|| first.then_some(&[][..])) {
         let deleted = if std::mem::take(&mut first) { &deleted[..] } else { &[] };
-        let held: Vec<Held> = chunk.iter().map(|here| here.held.clone()).collect();
+        let held: Vec<HeldPartition> = chunk.iter().map(|here| here.held.clone()).collect();
         let (draining, fates) =
             shared.directory.ask(|registry, deadline| registry.holding(shard, &held, deleted, deadline))?;
         let mut standing = shared.standing.lock();
@@ -114,7 +114,7 @@ fn reconcile(shared: &Shared) -> Result<(), RegistryError> {
 
 /// The partitions of this shard, and those that it is about to have.
 fn here(shared: &Shared) -> Vec<Here> {
-    let of_model = |model: &Model| Here { held: life(&model.record), is_partition: true };
+    let of_model = |model: &HostedModel| Here { held: life(&model.record), is_partition: true };
     let mut here: Vec<Here> = shared.models.lock().values().map(of_model).collect();
     here.extend(
         shared
@@ -129,7 +129,7 @@ fn here(shared: &Shared) -> Vec<Here> {
 
 /// The record of a model for the registry, and its coordinator. None while the model moves and was handed over:
 /// the coordinator that moves it puts the record then.
-fn to_restore(shared: &Shared, of: &Held) -> Option<(ModelRecord, Option<Arc<Coordinator>>)> {
+fn to_restore(shared: &Shared, of: &HeldPartition) -> Option<(ModelRecord, Option<Arc<Coordinator>>)> {
     let models = shared.models.lock();
     let found = models.get(&of.model).filter(|model| life(&model.record) == *of)?;
     let coordinator = found.coordinator.clone();
@@ -142,7 +142,7 @@ fn to_restore(shared: &Shared, of: &Held) -> Option<(ModelRecord, Option<Arc<Coo
 }
 
 fn accept_fate(shared: &Shared, here: &Here, fate: Fate) -> Result<(), RegistryError> {
-    let Held { model, generation, epoch } = &here.held;
+    let HeldPartition { model, generation, epoch } = &here.held;
     let outcome = match fate {
         Fate::Deleted => {
             tracing::info!(%model, "the registry knows that it was deleted: its partition is dropped");
@@ -188,7 +188,7 @@ fn accept_fate(shared: &Shared, here: &Here, fate: Fate) -> Result<(), RegistryE
 
 /// The registry does not know a model, or has an older block map. Restores the record, and returns whether the
 /// registry knows it now.
-fn restore(shared: &Shared, held: &Held) -> Result<bool, RegistryError> {
+fn restore(shared: &Shared, held: &HeldPartition) -> Result<bool, RegistryError> {
     let Some((record, coordinator)) = to_restore(shared, held) else { return Ok(false) };
     // The coordinator restores it first.
     if coordinator.is_none() && shared.standing.lock().unknown_for(held.generation) < LEFT_OVER {
@@ -230,7 +230,7 @@ fn left_behind(shared: &Shared, here: &Here) -> Result<bool, RegistryError> {
 
 /// Follows the registry's record of a model. A partition of that block map comes into force, and one of another map
 /// is dropped. A shard that owns no block any more gives its partition up.
-fn catch_up(shared: &Shared, held: &Held) -> Result<(), RegistryError> {
+fn catch_up(shared: &Shared, held: &HeldPartition) -> Result<(), RegistryError> {
     let record = shared.directory.ask(|registry, deadline| registry.model(&held.model, deadline))?;
     if record.generation != held.generation {
         return Ok(());

@@ -16,7 +16,7 @@ use serde_json::json;
 use super::captures::{Name, PINNED};
 use super::coordinator::Coordinator;
 use super::models;
-use super::peer_shard::{Here, PeerShard, ask_all};
+use super::peer_shard::{AnswersHere, PeerShard, ask_all};
 use super::shared::Shared;
 use super::unsent::AdminAnswer;
 use crate::core::JobRecord;
@@ -42,7 +42,12 @@ struct Capturing<'a> {
 }
 
 /// Handles a request about snapshots. This may take a while.
-pub(super) fn of_snapshot(shared: &Arc<Shared>, message: Message, payload: &[u8], here: Here) -> AdminAnswer {
+pub(super) fn of_snapshot(
+    shared: &Arc<Shared>,
+    message: Message,
+    payload: &[u8],
+    here: AnswersHere,
+) -> AdminAnswer {
     let done = |()| (Message::Done, None);
     match message {
         Message::Capture { model, generation, epoch } => capture(shared, (&model, generation), epoch, here),
@@ -116,7 +121,7 @@ fn capture(
     shared: &Arc<Shared>,
     (model, generation): (&str, Generation),
     epoch: Epoch,
-    here: Here,
+    here: AnswersHere,
 ) -> AdminAnswer {
     let coordinator = models::coordinator_of(shared, model, generation)?;
     // A move of the model pins it by itself.

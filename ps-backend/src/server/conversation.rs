@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::transport::frames::{Conversation, Link, Outgoing, Take};
-use libmodelio::transport::stream::{Close, Piece};
+use libmodelio::transport::stream::{Close, LentPayload};
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::layout::MAX_BLOCK_SIZE;
@@ -17,7 +17,7 @@ use libmodelio::wire::{
 
 use super::coordinator::Coordinator;
 use super::errands::{self, Errand};
-use super::origins::{Origin, Place};
+use super::origins::{Origin, OriginPlace};
 use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, ToCoordinator};
 use super::rdma_clients::RdmaClient;
 use super::redirect::{Redirect, TurnedAway};
@@ -69,7 +69,7 @@ pub(super) struct Peer {
     /// The peer's address, for limits. A peer on this host or by RDMA has limits of its own.
     origin: Option<Origin>,
     /// Its place among those that have greeted.
-    place: Option<Place>,
+    place: Option<OriginPlace>,
     link: Link,
     kind: PeerKind,
     epoch: Epoch,
@@ -114,7 +114,7 @@ impl Peer {
 
     /// Sends the peer the model's new place, and ends the connection.
     fn send_redirect(&self, request: u64, to: &Redirect) -> Close {
-        let payload = Some(Piece::owned(to.payload.to_vec()));
+        let payload = Some(LentPayload::owned(to.payload.to_vec()));
         self.link.send_last(Outgoing { message: Message::Moved, request, epoch: to.epoch, payload });
         Close::Asked("the model has moved".into())
     }

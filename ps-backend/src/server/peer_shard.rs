@@ -16,18 +16,18 @@ use super::unsent::AdminAnswer;
 const CONNECTING: Duration = Duration::from_secs(10);
 
 /// How this process answers a request between shards.
-pub(super) type Here = fn(&Arc<Shared>, Message, &[u8]) -> AdminAnswer;
+pub(super) type AnswersHere = fn(&Arc<Shared>, Message, &[u8]) -> AdminAnswer;
 
 /// The address of a shard, and an idle connection to it, if there is one.
 pub(super) struct PeerShard {
     record: ShardRecord,
-    here: Here,
+    here: AnswersHere,
     idle: Mutex<Option<AdminPeer>>,
 }
 
 impl PeerShard {
     /// `here` answers if the shard is this process.
-    pub(super) fn new(record: &ShardRecord, here: Here) -> PeerShard {
+    pub(super) fn new(record: &ShardRecord, here: AnswersHere) -> PeerShard {
         PeerShard { record: record.clone(), here, idle: Mutex::new(None) }
     }
 

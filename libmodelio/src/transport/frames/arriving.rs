@@ -7,7 +7,7 @@ use crate::transport::stream::{Buffer, Target};
 use crate::wire::Received;
 
 /// The place of a payload.
-pub(super) enum Place {
+pub(super) enum Destination {
     /// The payload is not wanted.
     Skip,
     /// The payload goes to memory of the connection.
@@ -18,7 +18,7 @@ pub(super) enum Place {
 
 struct Incoming {
     received: Received,
-    place: Place,
+    place: Destination,
     got: usize,
     /// The checksum of the first `summed` bytes, if the frame has one.
     crc: Option<Crc32c>,
@@ -41,7 +41,7 @@ pub(super) struct Arrived<'a> {
     /// wanted.
     pub bytes: Option<&'a [u8]>,
     /// Keeps the memory until the conversation has been called.
-    _place: Place,
+    _place: Destination,
 }
 
 /// The payload that is being received, if one is.
@@ -55,10 +55,10 @@ pub(super) struct Arriving {
 
 impl Arriving {
     /// Begins to receive the payload of a message.
-    pub(super) fn begin(&mut self, received: Received, place: Place) {
+    pub(super) fn begin(&mut self, received: Received, place: Destination) {
         let crc = received.header.payload_crc().map(|_| Crc32c::new());
         let incoming = Incoming { received, place, got: 0, crc, summed: 0 };
-        if !matches!(incoming.place, Place::Target(_)) {
+        if !matches!(incoming.place, Destination::Target(_)) {
             self.make_room(incoming.len());
             self.used = true;
         }
@@ -97,8 +97,8 @@ impl Arriving {
     fn start(&self) -> Option<(*mut u8, &Incoming)> {
         let incoming = self.incoming.as_ref()?;
         let start = match &incoming.place {
-            Place::Target(target) => target.raw().0,
-            Place::Skip | Place::Scratch => self.scratch.as_ref()?.start(),
+            Destination::Target(target) => target.raw().0,
+            Destination::Skip | Destination::Scratch => self.scratch.as_ref()?.start(),
         };
         Some((start, incoming))
     }
@@ -123,7 +123,7 @@ impl Arriving {
             unsafe { rest.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         }
         self.filled(bytes.len());
-        self.incoming.as_ref().is_some_and(|incoming| !matches!(incoming.place, Place::Skip))
+        self.incoming.as_ref().is_some_and(|incoming| !matches!(incoming.place, Destination::Skip))
     }
 
     /// The next bytes were received straight into their place.
@@ -152,8 +152,8 @@ impl Arriving {
         self.sum_up();
         let Incoming { received, place, got, crc, .. } = self.incoming.take()?;
         let bytes = match (&place, &self.scratch) {
-            (Place::Scratch, Some(scratch)) => Some(&scratch.bytes()[..got]),
-            (Place::Target(_), _) => Some(&[][..]),
+            (Destination::Scratch, Some(scratch)) => Some(&scratch.bytes()[..got]),
+            (Destination::Target(_), _) => Some(&[][..]),
             _ => None,
         };
         let crc = crc.map_or(0, |crc| crc.finish());

@@ -3,7 +3,7 @@
 //!
 //! This module holds `unsafe`: it hands buffers and payloads to the driver that moves the bytes.
 
-use super::arriving::{Arriving, Place};
+use super::arriving::{Arriving, Destination};
 use super::conversation::{Conversation, Take};
 use super::link::Link;
 use crate::transport::stream::{Buffer, Close, Receive, ReceiveSlices};
@@ -160,15 +160,15 @@ impl Reading {
                 return Ok(());
             }
             _ if len == 0 => return Ok(()),
-            Take::Nothing => Place::Skip,
-            Take::Buffered => Place::Scratch,
+            Take::Nothing => Destination::Skip,
+            Take::Buffered => Destination::Scratch,
             Take::Into(target) => {
                 let room = target.raw().1;
                 if room != len {
                     let why = format!("{len} bytes of payload for {room} bytes of memory");
                     return Err(Close::Asked(why.into()));
                 }
-                Place::Target(target)
+                Destination::Target(target)
             }
         };
         self.arriving.begin(received, place);

@@ -4,7 +4,7 @@
 //! is mapped read-only, and only if it is sealed against shrinking: touching memory that a peer has taken away would
 //! end this process.
 //!
-//! This module holds `unsafe`: see [`Piece::bytes`].
+//! This module holds `unsafe`: see [`BorrowedRange::bytes`].
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -126,12 +126,12 @@ pub(super) fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionE
 
 /// A range of a peer's region.
 #[derive(Clone, Debug)]
-pub struct Piece {
+pub struct BorrowedRange {
     region: Arc<Borrowed>,
     range: Range<usize>,
 }
 
-impl Piece {
+impl BorrowedRange {
     /// The address and length.
     pub fn raw(&self) -> (*const u8, usize) {
         // SAFETY: `Regions::piece` has checked that it is within the mapping.
@@ -214,12 +214,12 @@ impl Regions {
     ///
     /// # Errors
     /// [`RegionError::Unknown`], [`RegionError::OutOfRange`].
-    pub fn piece(&self, number: u32, offset: u64, len: usize) -> Result<Piece, RegionError> {
+    pub fn piece(&self, number: u32, offset: u64, len: usize) -> Result<BorrowedRange, RegionError> {
         let region = self.known.get(&number).ok_or(RegionError::Unknown(number))?;
         let start = usize::try_from(offset).ok();
         let range = start.and_then(|start| Some(start..start.checked_add(len)?));
         match range.filter(|range| range.end <= region.0.len()) {
-            Some(range) => Ok(Piece { region: Arc::clone(region), range }),
+            Some(range) => Ok(BorrowedRange { region: Arc::clone(region), range }),
             None => Err(RegionError::OutOfRange { number, offset, len }),
         }
     }

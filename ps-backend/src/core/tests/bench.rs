@@ -81,7 +81,7 @@ pub(super) struct Bench {
     measures: Option<(Quantity, reducer::Step)>,
     /// The norms of tensors, if they were measured for the coming version.
     norms: Option<(usize, Vec<TensorNorms>)>,
-    pub running: Option<Arc<Plan>>,
+    pub running: Option<Arc<JobPlan>>,
     pub accumulator: BTreeMap<u32, Content>,
     /// Contributions of which a block has come early, by block.
     back: BTreeMap<u32, BTreeSet<Uid>>,
@@ -101,7 +101,7 @@ pub(super) struct Bench {
     /// The steps of the tensors of blocks that came early, and the factors.
     early: BTreeMap<u32, (u64, Option<f64>)>,
     /// The provisional plan under way.
-    pub provisional: Option<Arc<Plan>>,
+    pub provisional: Option<Arc<JobPlan>>,
     pub left: Vec<(LearnerId, LeaveReason)>,
     accumulated: BTreeSet<Uid>,
     /// Contributions whose payload was lost.
@@ -391,7 +391,7 @@ impl Bench {
         );
     }
 
-    fn sum(&self, plan: &Plan, block: u32) -> Content {
+    fn sum(&self, plan: &JobPlan, block: u32) -> Content {
         let mut content = self.accumulator.get(&block).cloned().unwrap_or_default();
         for input in plan.inputs.iter().filter(|input| input.sent.contains(block as usize)) {
             let record = &self.records[&uid(input)];

@@ -11,7 +11,7 @@ const ONE: PlanId = PlanId(1);
 const TWO: PlanId = PlanId(2);
 
 const fn place(first: bool, last: bool) -> Placement {
-    Placement::Ready(Place { first, last, check: true, kept: false })
+    Placement::Ready(ReservedPlace { first, last, check: true, kept: false })
 }
 const SENT: Sent = Sent { lies: false, ahead: false };
 const LIES: Sent = Sent { lies: true, ahead: false };
@@ -53,7 +53,7 @@ impl Bench {
         Bench { core: PartitionCore::new(3, Version(4)) }
     }
 
-    fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> Plan {
+    fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> PartitionPlan {
         let work = match kind {
             Kind::Add => Work::Add { combine: Combine::Sum },
             Kind::Reduce => Work::Reduce {
@@ -65,7 +65,7 @@ impl Bench {
             },
             Kind::Assign => Work::Assign { token: 0 },
         };
-        Plan { id, work, base: Version(4), sources, ordered: false, in_place: false }
+        PartitionPlan { id, work, base: Version(4), sources, ordered: false, in_place: false }
     }
 
     /// The actions that `f` causes.
@@ -76,7 +76,7 @@ impl Bench {
     }
 
     /// Starts a plan that has its memory; returns the actions that follow.
-    fn begin(&mut self, plan: Plan) -> Vec<Action> {
+    fn begin(&mut self, plan: PartitionPlan) -> Vec<Action> {
         let id = plan.id;
         let actions = self.acts(|core, actions| core.start(plan, false, actions).unwrap());
         assert_eq!(actions, [Action::Begin(id)]);
@@ -95,7 +95,7 @@ impl Bench {
     }
 
     fn completes(&mut self, client: ClientId, plan: PlanId, block: u32) -> Vec<Action> {
-        self.acts(|core, actions| core.end(client, plan, block, Outcome::Complete, actions))
+        self.acts(|core, actions| core.end(client, plan, block, ReservationOutcome::Complete, actions))
     }
 }
 
@@ -150,7 +150,7 @@ fn sums_that_are_measured_are_kept_and_make_no_version() {
         groups: Default::default(),
         quantity: Quantity::Gradient,
     };
-    let plan = Plan { work, ..Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0, 1])]) };
+    let plan = PartitionPlan { work, ..Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0, 1])]) };
     assert_eq!(bench.begin(plan), [Action::Compute(ONE, blocks([2]))], "nobody sends this block");
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
     bench.completes(A, ONE, 0);
@@ -181,7 +181,7 @@ fn new_values_make_a_version_and_leave_the_other_blocks() {
 fn an_ordered_plan_takes_each_in_its_turn() {
     let mut bench = Bench::new();
     let sources = vec![source(B, [0]), source(A, [0, 1])];
-    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Add, sources) });
+    bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Add, sources) });
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Later, "B comes first");
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), STORE, "it is alone here");
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), STORE);
@@ -207,7 +207,7 @@ fn a_released_payload_can_come_again() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
     bench.core.reserve(A, ONE, 0, SENT);
-    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::Released, actions)), []);
+    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::Released, actions)), []);
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
     assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
 }
@@ -219,7 +219,10 @@ fn nan_voids_a_plan_until_it_is_dropped() {
     bench.begin(plan.clone());
     bench.core.reserve(A, ONE, 0, SENT);
     let refused = [Action::NonFinite { plan: ONE, client: A, block: 0 }];
-    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::NonFinite, actions)), refused);
+    assert_eq!(
+        bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::NonFinite, actions)),
+        refused
+    );
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Unwanted);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
     // The coordinator asks again: the answer may be lost.
@@ -237,7 +240,10 @@ fn a_payload_that_may_have_changed_while_it_was_read_is_in_no_plan() {
     bench.completes(A, ONE, 0);
     bench.core.reserve(A, ONE, 1, SENT);
     bench.core.reserve(A, ONE, 2, SENT);
-    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 1, Outcome::Torn, actions)), [Action::Torn(ONE)]);
+    assert_eq!(
+        bench.acts(|core, actions| core.end(A, ONE, 1, ReservationOutcome::Torn, actions)),
+        [Action::Torn(ONE)]
+    );
     // Further payloads make it no better, and nothing more is wanted.
     assert_eq!(bench.completes(A, ONE, 2), []);
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Unwanted);
@@ -258,7 +264,7 @@ fn a_dropped_plan_is_void_when_no_reservation_of_it_is_left() {
     assert!(bench.core.wants(ONE));
     assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
     assert!(!bench.core.wants(ONE));
-    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::Released, actions)), []);
+    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::Released, actions)), []);
     assert_eq!(bench.completes(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
     assert_eq!(
         bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()),
@@ -279,7 +285,7 @@ fn clients_are_silent_until_a_payload_of_the_plan_has_come() {
     assert_eq!(bench.core.silent(TWO), None);
     // Also if the plan is dropped because a payload was not whole.
     bench.core.reserve(A, ONE, 0, SENT);
-    bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::Torn, actions));
+    bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::Torn, actions));
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 2)]));
     bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(bench.core.silent(ONE), None, "a repeated order says it no more");
@@ -290,7 +296,7 @@ fn whoever_has_sent_what_is_not_finite_is_not_silent() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
     bench.core.reserve(A, ONE, 1, SENT);
-    bench.acts(|core, actions| core.end(A, ONE, 1, Outcome::NonFinite, actions));
+    bench.acts(|core, actions| core.end(A, ONE, 1, ReservationOutcome::NonFinite, actions));
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 1)]));
 }
 
@@ -298,7 +304,7 @@ fn whoever_has_sent_what_is_not_finite_is_not_silent() {
 fn where_the_order_of_clients_counts_only_the_first_is_silent() {
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
-    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+    bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 1)]));
     bench.core.reserve(A, ONE, 0, SENT);
     bench.completes(A, ONE, 0);
@@ -386,7 +392,7 @@ fn a_plan_of_a_false_coordinator_makes_way_for_the_true_ones() {
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Abandon(ONE)]);
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [], "a block of it is reserved");
     assert_eq!(
-        bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::Released, actions)),
+        bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::Released, actions)),
         [Action::Void(ONE)]
     );
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Begin(ONE)]);
@@ -430,18 +436,18 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
 #[test]
 fn contradictions_are_refused_and_change_nothing() {
     let mut bench = Bench::new();
-    let mut start = |plan: Plan| {
+    let mut start = |plan: PartitionPlan| {
         let mut actions = Vec::new();
         let result = bench.core.start(plan, false, &mut actions);
         assert_eq!(actions, []);
         result
     };
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
-    let other = Plan { base: Version(7), ..plan.clone() };
+    let other = PartitionPlan { base: Version(7), ..plan.clone() };
     let error = PartitionError::Base { plan: ONE, base: Version(7), version: Version(4) };
     assert_eq!(start(other), Err(error));
     let wide = Source { client: A, blocks: FixedBitSet::with_capacity(9), check: true, provisional: false };
-    assert_eq!(start(Plan { sources: vec![wide], ..plan.clone() }), Err(PartitionError::Shape(ONE)));
+    assert_eq!(start(PartitionPlan { sources: vec![wide], ..plan.clone() }), Err(PartitionError::Shape(ONE)));
     assert_eq!(bench.core.running(), None);
 
     let mut actions = Vec::new();
@@ -455,7 +461,7 @@ fn contradictions_are_refused_and_change_nothing() {
 }
 
 /// A plan whose source `client` may send any block.
-fn provisional(id: PlanId, client: ClientId) -> Plan {
+fn provisional(id: PlanId, client: ClientId) -> PartitionPlan {
     let source = Source { provisional: true, ..source(client, [0, 1, 2]) };
     Bench::plan(id, Kind::Reduce, vec![source])
 }
@@ -576,7 +582,7 @@ fn only_the_plan_that_has_begun_can_be_sealed() {
 
 /// A payload that goes in one pass with others, which are kept.
 const fn together(last: bool) -> Placement {
-    Placement::Ready(Place { first: true, last, check: true, kept: true })
+    Placement::Ready(ReservedPlace { first: true, last, check: true, kept: true })
 }
 
 fn taken(clients: impl IntoIterator<Item = ClientId>) -> Taken {
@@ -625,7 +631,7 @@ fn a_kept_payload_that_is_gone_can_come_again() {
 fn in_an_ordered_plan_what_is_kept_goes_before_what_follows_it() {
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
-    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+    bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
     assert_eq!(bench.core.reserve(C, ONE, 0, LIES), Placement::Keep, "though it is not its turn");
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), Placement::Later, "A comes first");
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
@@ -634,7 +640,7 @@ fn in_an_ordered_plan_what_is_kept_goes_before_what_follows_it() {
 
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
-    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+    bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), together(false));
     assert_eq!(bench.core.take_kept(B, ONE, 0), Ok((taken([A, B]), false)));
@@ -654,7 +660,7 @@ fn an_ordered_plan_is_torn_if_a_kept_payload_goes_that_was_to_be_added_before() 
     ] {
         let mut bench = Bench::new();
         let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
-        bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+        bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
         let others = [A, B, C].into_iter().filter(|of| *of != by && (last || *of == A));
         for of in others {
             assert_eq!(bench.core.reserve(of, ONE, 0, LIES), Placement::Keep);
@@ -663,7 +669,7 @@ fn an_ordered_plan_is_torn_if_a_kept_payload_goes_that_was_to_be_added_before() 
         bench.core.is_gone(gone, ONE, 0);
         assert_eq!(bench.core.take_kept(by, ONE, 0), outcome, "{by} without {gone}");
         if outcome.is_err() {
-            let actions = bench.acts(|core, actions| core.end(by, ONE, 0, Outcome::Torn, actions));
+            let actions = bench.acts(|core, actions| core.end(by, ONE, 0, ReservationOutcome::Torn, actions));
             assert_eq!(actions, [Action::Torn(ONE)]);
         }
     }
@@ -686,7 +692,7 @@ fn kept_payloads_are_gathered_when_nothing_else_comes_for_their_block() {
     assert_eq!((client, Placement::Ready(place)), (A, ALONE));
     assert_eq!(bench.core.reserve_kept(ONE, 0), None);
     assert_eq!(bench.completes(A, ONE, 0), []);
-    assert_eq!(bench.acts(|core, actions| core.end(B, ONE, 1, Outcome::Released, actions)), []);
+    assert_eq!(bench.acts(|core, actions| core.end(B, ONE, 1, ReservationOutcome::Released, actions)), []);
     assert_eq!(bench.core.reserve(B, ONE, 1, LIES), together(true));
 }
 
@@ -725,7 +731,7 @@ fn a_reader_gets_blocks_as_they_are_computed_and_all_of_them_once_the_version_co
     assert_eq!(bench.completes(A, ONE, 2), [Action::Ready(ONE)]);
     bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)));
-    bench.begin(Plan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
+    bench.begin(PartitionPlan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)));
     bench.acts(|core, actions| core.computed(TWO, actions));
     bench.core.reserve(A, TWO, 0, SENT);
@@ -748,7 +754,7 @@ fn a_reader_gets_nothing_of_a_plan_that_is_refused_dropped_or_makes_no_version()
     bench.completes(A, ONE, 0);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Computed(0));
     bench.core.reserve(A, ONE, 1, SENT);
-    bench.acts(|core, actions| core.end(A, ONE, 1, Outcome::NonFinite, actions));
+    bench.acts(|core, actions| core.end(A, ONE, 1, ReservationOutcome::NonFinite, actions));
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Over);
     bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Over);
@@ -770,7 +776,7 @@ fn readers_are_told_when_a_block_is_computed_and_not_whenever_payload_comes() {
     bench.completes(A, ONE, 0);
     assert!(!bench.core.has_news_for_readers(), "the block is not computed");
     bench.core.reserve(B, ONE, 0, SENT);
-    bench.acts(|core, actions| core.end(B, ONE, 0, Outcome::Released, actions));
+    bench.acts(|core, actions| core.end(B, ONE, 0, ReservationOutcome::Released, actions));
     assert!(!bench.core.has_news_for_readers(), "it has not come");
     bench.core.reserve(B, ONE, 0, SENT);
     assert!(!bench.core.has_news_for_readers());
@@ -784,7 +790,7 @@ fn readers_are_told_when_a_block_is_computed_and_not_whenever_payload_comes() {
     assert!(bench.core.has_news_for_readers());
     bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert!(bench.core.has_news_for_readers());
-    bench.begin(Plan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
+    bench.begin(PartitionPlan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
     assert!(!bench.core.has_news_for_readers());
     bench.acts(|core, actions| core.drop_plan(TWO, actions).unwrap());
     assert!(bench.core.has_news_for_readers());
@@ -832,8 +838,8 @@ fn a_plan_that_another_process_has_replaced_is_not_computed_a_second_time() {
 }
 
 /// A plan whose version changes state in place.
-fn in_place(kind: Kind, sources: Vec<Source>) -> Plan {
-    Plan { in_place: true, ..Bench::plan(ONE, kind, sources) }
+fn in_place(kind: Kind, sources: Vec<Source>) -> PartitionPlan {
+    PartitionPlan { in_place: true, ..Bench::plan(ONE, kind, sources) }
 }
 
 #[test]

@@ -17,7 +17,7 @@ use crate::moving::{
 };
 use crate::server::coordinator::{Coordinator, Moving};
 use crate::server::models;
-use crate::server::peer_shard::{Here, PeerShard, ask_all};
+use crate::server::peer_shard::{AnswersHere, PeerShard, ask_all};
 use crate::server::shared::Shared;
 use crate::server::unsent::AdminAnswer;
 
@@ -50,7 +50,7 @@ pub(in crate::server) fn move_model(
     generation: Generation,
     off: ShardId,
     times: (Duration, Option<Duration>),
-    here: Here,
+    here: AnswersHere,
     answer: impl FnOnce(AdminAnswer) + Send + 'static,
 ) -> Result<(), Refusal> {
     let coordinator = models::coordinator_of(shared, model, generation)?;
@@ -85,7 +85,7 @@ fn run(
     coordinator: &Arc<Coordinator>,
     off: ShardId,
     (timeout, hold): (Duration, Option<Duration>),
-    here: Here,
+    here: AnswersHere,
     (moving, answer): (Moving, Answer),
 ) {
     let deadline = coordinator.now() + timeout;

@@ -5,7 +5,7 @@ use libmodelio::wire::{Moved, Refusal};
 use crate::server::coordinator::Begins;
 use crate::server::models;
 use crate::server::redirect::Redirect;
-use crate::server::shared::{Model, Shared};
+use crate::server::shared::{HostedModel, Shared};
 
 /// Another block map is in force. Nothing happens the second time.
 pub(in crate::server) fn switch(shared: &Shared, payload: &[u8]) -> Result<(), Refusal> {
@@ -18,7 +18,7 @@ pub(in crate::server) fn switch(shared: &Shared, payload: &[u8]) -> Result<(), R
     if shards.iter().any(|shard| shard.shard == me && shard.draining) {
         shared.standing.lock().draining = true;
     }
-    let has_it = |model: &Model| model.generation == generation && model.partition.epoch < epoch;
+    let has_it = |model: &HostedModel| model.generation == generation && model.partition.epoch < epoch;
     if !owns && shared.models.lock().get(&name).is_some_and(has_it) {
         // Blocks are given up: whoever says so, the registry has the last word.
         let there = shared.directory.ask(|registry, deadline| registry.model(&name, deadline));
@@ -60,7 +60,7 @@ pub(in crate::server) fn switch(shared: &Shared, payload: &[u8]) -> Result<(), R
                 None
             };
             let redirect = Some(to.clone());
-            let model = Model { generation, record, partition, coordinator, redirect, begins: None };
+            let model = HostedModel { generation, record, partition, coordinator, redirect, begins: None };
             let before = models.insert(name.clone(), model);
             shared.gone.is_back(&name);
             shared.incoming.forget(&incoming);

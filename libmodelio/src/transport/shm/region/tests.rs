@@ -21,7 +21,7 @@ fn memfd(len: u64, seals: SealFlag) -> OwnedFd {
     fd
 }
 
-fn bytes(piece: &Piece) -> Vec<u8> {
+fn bytes(piece: &BorrowedRange) -> Vec<u8> {
     // SAFETY: nobody writes them during the test.
     unsafe { piece.bytes() }.to_vec()
 }

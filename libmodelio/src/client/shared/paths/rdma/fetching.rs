@@ -30,7 +30,7 @@ const KIND: u64 = !((1 << 40) - 1);
 
 /// The fetch of a version.
 #[derive(Default)]
-pub(super) struct Pull {
+pub(super) struct Fetch {
     version: Version,
     /// The place of the version, once it is known.
     seen: Option<Seen>,
@@ -61,7 +61,7 @@ impl RdmaPath {
         if self.pull.version != version && self.pull.batches.is_empty() && !self.pull.looking {
             let asked = std::mem::take(&mut self.pull.asked);
             shared.not_fetched(self.pull.version, asked);
-            self.pull = Pull { version, ..Pull::default() };
+            self.pull = Fetch { version, ..Fetch::default() };
         }
         if self.pull.version != version || self.pull.by_ring {
             return Ok(());
