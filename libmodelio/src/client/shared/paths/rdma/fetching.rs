@@ -46,6 +46,15 @@ pub(super) struct Fetch {
     pub(super) by_ring: bool,
 }
 
+impl Fetch {
+    /// Begins with `version`, unless it has, or a read for another one is under way. Gives the fetch before.
+    fn turn_to(&mut self, version: Version) -> Option<Fetch> {
+        let is_idle = self.batches.is_empty() && !self.looking;
+        (self.version != version && is_idle)
+            .then(|| std::mem::replace(self, Fetch { version, ..Fetch::default() }))
+    }
+}
+
 struct Batch {
     seen: Seen,
     blocks: Vec<BlockId>,
@@ -58,10 +67,8 @@ impl RdmaPath {
     pub(super) fn fetch(&mut self, to: &Connection, directory: RemoteMemory) -> Result<(), VerbsError> {
         let shared = &to.shared;
         let Some(version) = shared.inner.lock().core.pulling() else { return Ok(()) };
-        if self.pull.version != version && self.pull.batches.is_empty() && !self.pull.looking {
-            let asked = std::mem::take(&mut self.pull.asked);
-            shared.not_fetched(self.pull.version, asked);
-            self.pull = Fetch { version, ..Fetch::default() };
+        if let Some(before) = self.pull.turn_to(version) {
+            shared.not_fetched(before.version, before.asked);
         }
         if self.pull.version != version || self.pull.by_ring {
             return Ok(());
