@@ -97,15 +97,26 @@ impl Borrowed {
     /// # Errors
     /// [`RegionError`].
     pub fn map(number: u32, fd: OwnedFd, bytes: u64) -> Result<Borrowed, RegionError> {
-        check(number, &fd, bytes)?;
-        let len = usize::try_from(bytes).map_err(|_| RegionError::Kind(number))?;
-        let mapped = Mapping::of(fd, len, ProtFlags::PROT_READ);
-        mapped.map(|mapped| Borrowed(Arc::new(mapped))).map_err(|error| RegionError::System { number, error })
+        map(number, fd, bytes, ProtFlags::PROT_READ).map(|mapped| Borrowed(Arc::new(mapped)))
     }
 }
 
+/// Maps a descriptor that is a memfd of `bytes` bytes that stay, and refuses others.
+pub(super) fn map(
+    number: u32,
+    fd: OwnedFd,
+    bytes: u64,
+    protection: ProtFlags,
+) -> Result<Mapping, RegionError> {
+    check(number, &fd, bytes)?;
+    let len = usize::try_from(bytes).map_err(|_| RegionError::Kind(number))?;
+    // SAFETY: `check` has found a memfd of this length that is sealed against changes of it.
+    let mapped = unsafe { Mapping::of(fd, len, protection) };
+    mapped.map_err(|error| RegionError::System { number, error })
+}
+
 /// Refuses a descriptor unless it is a memfd of `bytes` bytes that stay.
-pub(super) fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
+fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     let system = |errno: nix::errno::Errno| RegionError::System { number, error: errno.into() };
     // Files of other kinds have no seals. A memfd on huge pages may have none left when they are touched.
     let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| RegionError::Kind(number))?;

@@ -19,7 +19,7 @@ use nix::sys::socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAdd
 
 use super::descriptors;
 use super::owner;
-use super::region;
+use super::region::{self, RegionError};
 use super::ring::{MEMORY, RingEnd, Side};
 use crate::bytes::crc32c::crc32c;
 use crate::bytes::mmap::Mapping;
@@ -190,7 +190,6 @@ fn take(socket: &OwnedFd, patience: Duration) -> Result<RingEnd, SetupError> {
     let Ok([rings, peers, own]) = <[OwnedFd; 3]>::try_from(fds) else {
         return Err(stranger("its descriptors are not three".into()));
     };
-    region::check(0, &rings, MEMORY as u64).map_err(|error| stranger(error.to_string()))?;
     for bell in [&peers, &own] {
         // Writing to any other file might block.
         let kind = std::fs::read_link(format!("/proc/self/fd/{}", bell.as_raw_fd())).unwrap_or_default();
@@ -200,7 +199,10 @@ fn take(socket: &OwnedFd, patience: Duration) -> Result<RingEnd, SetupError> {
     }
     let mapping = |error| SetupError::System { doing: "mapping the rings", error };
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    let memory = Mapping::of(rings, MEMORY, protection).map_err(mapping)?;
+    let memory = region::map(0, rings, MEMORY as u64, protection).map_err(|error| match error {
+        RegionError::System { error, .. } => mapping(error),
+        other => stranger(other.to_string()),
+    })?;
     RingEnd::new(memory, Side::Accepts, own, peers).map_err(mapping)
 }
 

@@ -16,7 +16,8 @@ const LONG: Duration = Duration::from_secs(600);
 fn pair() -> (RingEnd, RingEnd) {
     let memory = Mapping::memfd("rings", MEMORY).unwrap();
     let fd = memory.fd().unwrap().try_clone_to_owned().unwrap();
-    let other = Mapping::of(fd, MEMORY, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE).unwrap();
+    // SAFETY: the file is the memory of this test, which stays.
+    let other = unsafe { Mapping::of(fd, MEMORY, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE).unwrap() };
     let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
     let bell = || OwnedFd::from(EventFd::from_value_and_flags(0, flags).unwrap());
     let (a, b) = (bell(), bell());
