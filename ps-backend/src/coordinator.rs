@@ -5,14 +5,27 @@
 //! carries each of their requests out once. It turns the core's accumulating and reducing into plans for the shards,
 //! one at a time. A plan is concluded when every shard is ready, and dropped when a client is lost or a contribution
 //! refused. `docs/operate/network.md` tells why.
+//!
+//! | module, from low to high | holds |
+//! |---|---|
+//! | `shape`, `requests`, `tickets`, `health`, `local_shard`, `plan_queue`, `progress`, `shares` | parts of the state, with their own decisions |
+//! | `clients` | the clients, and answers to them |
+//! | `senders`, `starts` | who sends what for a plan |
+//! | `plans`, `open_weights`, `made_from` | the plan under way, and what the newest version was made from |
+//! | `job_states` | the state of the job, for clients |
+//! | `perform` | the actions of the job's core, carried out |
+//! | `plans::setbacks`, `clients::requests`, `plans::answers` | the events: work that cannot go on, requests, answers of shards |
+//! | `moving`, `deadlines` | a model that moves, and the passing of time |
 
 mod clients;
+mod deadlines;
 mod health;
 mod job_states;
 mod local_shard;
 mod made_from;
 mod moving;
 mod open_weights;
+mod perform;
 mod plan_queue;
 mod plans;
 mod progress;
@@ -33,11 +46,10 @@ use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Version}
 use libmodelio::vocabulary::layout::ModelLayout;
 pub use libmodelio::vocabulary::phase::AWAY;
 use libmodelio::vocabulary::phase::JobPhase;
-use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Message, Refusal};
 use serde::{Deserialize, Serialize};
 
-use crate::core::{self, JobCore, Now};
+use crate::core::{JobCore, Now};
 use clients::{Client, GivenUp};
 use health::Health;
 use job_states::SentStates;
@@ -164,14 +176,6 @@ impl CoordinatorCore {
         CoordinatorCore { local_shard: LocalShard::new(), core: self.core.with_provisional_plans(), ..self }
     }
 
-    /// Reports whether the next version has a buffer.
-    pub fn buffer(&mut self, ready: bool, now: Now, actions: &mut Vec<Action>) {
-        let mut wanted = Vec::new();
-        self.local_shard.has_said();
-        self.core.set_buffer_ready(ready, now, &mut wanted);
-        self.perform(wanted, now, actions);
-    }
-
     /// The job, for reading.
     pub fn job(&self) -> &JobCore {
         &self.core
@@ -192,13 +196,6 @@ impl CoordinatorCore {
         self.health.failed()
     }
 
-    /// These shards have been out of reach for long, so waiting requests may wait for them.
-    pub fn are_away(&mut self, shards: Vec<ShardId>, now: Now, actions: &mut Vec<Action>) {
-        if self.health.are_away(shards) {
-            self.send_state_to_all(now, actions);
-        }
-    }
-
     /// The shards of [`Self::are_away`].
     pub fn away(&self) -> &[ShardId] {
         self.health.away()
@@ -207,73 +204,5 @@ impl CoordinatorCore {
     /// The phase of the job.
     pub fn doing(&self) -> JobPhase {
         self.health.phase(self.core.state())
-    }
-
-    /// Carries out the core's actions until none is left.
-    fn perform(&mut self, wanted: Vec<core::Action>, now: Now, actions: &mut Vec<Action>) {
-        let mut wanted = VecDeque::from(wanted);
-        let mut answers = Vec::new();
-        while let Some(action) = wanted.pop_front() {
-            match action {
-                core::Action::Reply(ticket, result) => {
-                    if let Some((client, asked)) = self.tickets.take(ticket) {
-                        let answer = match result {
-                            Ok(()) => Message::Done,
-                            Err(error) => Message::Refused(error.with_away(self.health.away()).into()),
-                        };
-                        answers.push((client, asked, answer));
-                    }
-                }
-                core::Action::Published(version) => {
-                    self.states.outdated();
-                    self.made_from = MadeFrom::of(self.run.as_ref());
-                    actions.push(Action::Published(version));
-                }
-                core::Action::Left { learner, reason } => {
-                    self.states.outdated();
-                    let owner = self.owners.remove(&learner);
-                    if let Some(owner) = owner
-                        && let Some(client) = self.clients.get_mut(&owner)
-                    {
-                        client.forget(learner);
-                        actions.push(Action::ToClient(owner, 0, Message::Left { learner, reason }));
-                    }
-                }
-                core::Action::Seal(plan) => self.seal(plan, now, actions),
-                core::Action::Drop => self.drop_work(core::JobPlan::is_provisional, now, actions),
-                core::Action::Begin(plan) => self.want(plan, now, actions),
-            }
-        }
-        if self.states.take_outdated() {
-            self.send_state_to_all(now, actions);
-        }
-        // Answers go after the state: a client that has its answer must know the outcome.
-        for (client, asked, answer) in answers {
-            self.answer(client, asked, answer, actions);
-        }
-    }
-
-    /// The latest moment for the next [`Self::tick`].
-    pub fn next_deadline(&self) -> Now {
-        let repeat = self.run.as_ref().map(Run::repeat_at);
-        let core = [self.core.next_deadline(), self.core.next_overdue()];
-        let deadlines = [Some(self.states.sent_at() + REPEAT), repeat].into_iter().chain(core);
-        deadlines.flatten().min().unwrap_or(Now::MAX)
-    }
-
-    /// Time passes. Handles deadlines and leases, and repeats messages.
-    pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.expire_clients(now, actions);
-        let mut wanted = Vec::new();
-        self.core.tick(now, &mut wanted);
-        self.perform(wanted, now, actions);
-        for learner in self.core.overdue(now) {
-            let late = "a shard has not read the contribution in time: it is dropped";
-            self.reclaim(learner, ShardError::TimedOut(late.into()), now, actions);
-        }
-        self.repeat(now, actions);
-        if now >= self.states.sent_at() + REPEAT {
-            self.resend_states(now, actions);
-        }
     }
 }

@@ -23,6 +23,18 @@
 //! Memory does not grow with the learners. Payloads wait at the clients, and one fp32 accumulator takes those whose
 //! memory is needed before the version is made (iRDMA §IV-C).
 //!
+//! # Modules, from low to high
+//!
+//! | module | holds |
+//! |---|---|
+//! | `actions`, `state`, `bits` | what comes out, learners and their contributions |
+//! | `formation`, `incarnations`, `making`, `measured`, `newest`, `recipe`, `grace`, `waits`, `provisional` | parts of the state, with their own decisions |
+//! | `view` | the state, for reading |
+//! | `consistency`, `staleness`, `record` | rules that depend on more than one part |
+//! | `contents`, `pending`, `provisional::speculation` | the contents of plans, refused requests, plans before the commits |
+//! | `step` | from commits to versions |
+//! | `membership`, `commit`, `setback`, `hold`, `settings`, `deadlines` | the events |
+//!
 //! # What a deadline means
 //! A commit that was not taken by its deadline can be repeated or aborted. Once it is taken it counts, even if its
 //! version is still being computed at the deadline and the answer is a timeout. Repeating the commit then returns the
@@ -32,6 +44,7 @@ mod actions;
 mod bits;
 mod commit;
 mod consistency;
+mod contents;
 mod deadlines;
 mod formation;
 mod grace;
@@ -41,6 +54,7 @@ mod making;
 mod measured;
 mod membership;
 mod newest;
+mod pending;
 mod provisional;
 mod recipe;
 mod record;

@@ -4,26 +4,22 @@
 //! Blocks move when the edge asks for work ([`ClientCore::next_push`], [`ClientCore::next_pull`]), as fast as its
 //! connections take it. Nothing relies on a connection: the client finds lost blocks missing, and repeats them.
 //!
-//! | module | holds |
+//! | module, from low to high | holds |
 //! |---|---|
-//! | `requests` | requests to the coordinator, and its answers |
-//! | `coordination` | the connection to the coordinator |
-//! | `plans_seen` | plans of which the client has heard |
-//! | `learners` | this client's learners and their steps |
-//! | `state` | the job's state, from the coordinator |
-//! | `held` | payload that shards may still need |
-//! | `owners` | the block map in force |
-//! | `buffers` | the version that is shown, and the buffer behind it |
-//! | `moving` | a change of the block map |
-//! | `pushing`, `pulling` | blocks to and from shards |
-//! | `following` | blocks of a version that is still being made |
-//! | `open_weights` | new weights that are still being written |
-//! | `pull_times` | when to pull |
-//! | `reach` | shards that are out of reach |
+//! | `owners`, `buffers`, `plans_seen`, `pull_times` | the block map in force, the version that is shown and the buffer behind it, known plans, when to pull |
+//! | `view` | the state, for reading |
+//! | `coordination`, `reach` | the connection to the coordinator, and shards that are out of reach |
+//! | `held`, `open_weights` | payload that shards may still need, and new weights that are still being written |
+//! | `pulling`, `following` | blocks from shards, also of a version that is still being made |
 //! | `waits` | requests that wait for a version |
+//! | `learners`, `pushing` | this client's learners and their steps, and blocks to shards |
+//! | `state` | the job's state, from the coordinator |
+//! | `requests` | requests to the coordinator, and its answers |
+//! | `moving`, `shards`, `deadlines` | a change of the block map, what comes from shards, and the passing of time |
 
 mod buffers;
 mod coordination;
+mod deadlines;
 mod following;
 mod held;
 mod learners;
@@ -36,7 +32,9 @@ mod pulling;
 mod pushing;
 mod reach;
 mod requests;
+mod shards;
 mod state;
+mod view;
 mod waits;
 
 use std::collections::BTreeMap;
@@ -44,10 +42,10 @@ use std::time::Duration;
 
 use crate::vocabulary::block_map::{BlockMap, PartitionIndex};
 use crate::vocabulary::controls::PullPolicy;
-use crate::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Step, Version};
+use crate::vocabulary::ids::{ClientId, LearnerId, PlanId, Step, Version};
 use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::{JobState, MAX_NUMBER, Message, Refusal};
+use crate::wire::{JobState, Message, Refusal};
 use buffers::Buffers;
 use coordination::Coordination;
 use held::KeptContribution;
@@ -185,170 +183,5 @@ impl ClientCore {
     pub fn pulls(mut self, policy: PullPolicy) -> ClientCore {
         self.pull_times.set_policy(policy);
         self
-    }
-
-    /// The shards, by [`PartitionIndex`].
-    pub fn shards(&self) -> &[ShardId] {
-        self.owners.shards()
-    }
-
-    /// The newest state from the coordinator.
-    pub fn state(&self) -> &JobState {
-        &self.state
-    }
-
-    /// The version that the client shows. 0 if it shows none yet.
-    pub fn version(&self) -> Version {
-        self.buffers.shown().unwrap_or_default()
-    }
-
-    /// Whether the client shows a version.
-    pub fn shows_any(&self) -> bool {
-        self.buffers.shown().is_some()
-    }
-
-    /// The number of unanswered requests, and of contributions and new weights whose payload is still needed.
-    pub fn kept(&self) -> (usize, usize) {
-        (self.requests.len(), self.held.len() + self.weights.len())
-    }
-
-    // -- what comes from shards
-
-    /// A connection to a shard is open. If there was no other one, whatever was on its way before may be lost.
-    pub fn shard_up(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
-        if !self.owners.set_up(partition, true) {
-            self.check_partition(partition, now, actions);
-        }
-        actions.push(Action::Wake(partition));
-    }
-
-    /// No connection to the shard is open.
-    pub fn shard_down(&mut self, partition: PartitionIndex) {
-        self.owners.set_up(partition, false);
-    }
-
-    /// One of several connections to a shard has ended. The client finds and repeats what was on it.
-    pub fn check_partition(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
-        if let Some(outgoing) = &mut self.outgoing
-            && outgoing.is_provisional()
-        {
-            // A provisional plan is checked when the coordinator has sealed it.
-            outgoing.partitions[partition].struggles = true;
-        } else if let Some(outgoing) = &mut self.outgoing
-            && !outgoing.partitions[partition].done
-        {
-            outgoing.partitions[partition].moved = now;
-            outgoing.partitions[partition].struggles = true;
-            actions.push(Action::ToShard(partition, Message::Probe { plan: outgoing.plan }));
-        }
-        if let Some(pull) = &mut self.pull {
-            pull.partitions[partition].asked.clear();
-            pull.partitions[partition].struggles = pull.decided;
-            pull.partitions[partition].loses_ahead();
-            actions.push(Action::Wake(partition));
-        }
-    }
-
-    /// A message without payload from a shard.
-    pub fn from_shard(
-        &mut self,
-        partition: PartitionIndex,
-        message: Message,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        match message {
-            Message::Missing { plan, blocks } => {
-                let mut bits = self.owners.bits(&blocks);
-                let of_plan = |outgoing: &&mut Outgoing| outgoing.plan == plan && !outgoing.is_provisional();
-                let Some(outgoing) = self.outgoing.as_mut().filter(of_plan) else { return };
-                // Another coordinator may have begun a plan with that number there.
-                bits.intersect_with(&outgoing.blocks);
-                let sending = &mut outgoing.partitions[partition];
-                sending.done = bits.is_clear();
-                sending.struggles |= !sending.done;
-                sending.todo = &bits & &self.owners.owned()[partition];
-                (sending.at, sending.round) = (0, true);
-                sending.moved = now;
-                actions.push(Action::Wake(partition));
-            }
-            Message::Refused(Refusal::NoVersion { wanted, newest }) => {
-                let of_version = |pull: &&mut Pull| pull.version == wanted && pull.decided;
-                let Some(pull) = self.pull.as_mut().filter(of_version) else { return };
-                if newest > wanted && newest.0 <= MAX_NUMBER {
-                    // A version that one shard shows is decided, even if the coordinator has not said so here yet.
-                    if newest > self.state.version {
-                        (self.state.version, self.state.own_weights) = (newest, None);
-                        self.state.made_by = PlanId(0);
-                    }
-                    self.pull = None;
-                    self.start_pull(now, actions);
-                } else {
-                    pull.partitions[partition].asked.clear();
-                    pull.partitions[partition].retry = Some(now + RETRY);
-                }
-            }
-            _ => {}
-        }
-    }
-
-    // -- time
-
-    /// The latest moment for the next [`Self::tick`].
-    pub fn next_deadline(&self) -> Option<Now> {
-        let requests = self.requests.iter().flat_map(|(_, request)| {
-            let again = request.sent.filter(|_| self.coordination.is_up()).map(|sent| sent + REPEAT_AFTER);
-            [Some(request.deadline), again].into_iter().flatten()
-        });
-        let waits = self.waits.waiting().map(|wait| wait.deadline);
-        let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.partitions);
-        let sending =
-            sending.filter(|partition| !partition.done).map(|partition| partition.moved + REPEAT_AFTER);
-        let pulling = self.pull.iter().filter(|pull| pull.decided).flat_map(|pull| &pull.partitions);
-        let pulling = pulling.filter(|partition| !partition.missing.is_clear());
-        let pulling = pulling.map(|partition| partition.retry.unwrap_or(partition.moved + REPEAT_AFTER));
-        let fails = self.shortage_deadline();
-        requests.chain(waits).chain(fails).chain(sending).chain(pulling).chain(self.pull_due()).min()
-    }
-
-    /// Time passes. The client handles deadlines and repeats messages.
-    pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
-        // A request that is given up here may leave another one, which the next call sends.
-        self.tick_reach(now, actions);
-        self.tick_requests(now, actions);
-        for partition in self.owners.partitions() {
-            self.tick_partition(partition, now, actions);
-        }
-        self.answer_waits(now, actions);
-        self.start_pull(now, actions);
-    }
-
-    fn tick_partition(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
-        if let Some(outgoing) = &mut self.outgoing {
-            let sending = &mut outgoing.partitions[partition];
-            if !sending.done && sending.moved + REPEAT_AFTER <= now {
-                sending.moved = now;
-                sending.struggles = true;
-                // Only a block that was sent can be missing.
-                if sending.todo.is_clear() {
-                    actions.push(Action::ToShard(partition, Message::Probe { plan: outgoing.plan }));
-                } else {
-                    actions.push(Action::Wake(partition));
-                }
-            }
-        }
-        if let Some(pull) = self.pull.as_mut().filter(|pull| pull.decided) {
-            let receiving = &mut pull.partitions[partition];
-            if receiving.retry.take_if(|at| *at <= now).is_some() {
-                actions.push(Action::Wake(partition));
-            }
-            if !receiving.missing.is_clear() && receiving.moved + REPEAT_AFTER <= now {
-                receiving.moved = now;
-                receiving.struggles = true;
-                receiving.loses_ahead();
-                receiving.asked.clear();
-                actions.push(Action::Wake(partition));
-            }
-        }
     }
 }

@@ -1,14 +1,17 @@
-//! The coordinator's plans: the core's accumulating and reducing, done by clients that send and shards that add.
+//! The coordinator's plans: the core's accumulating and reducing, done by clients that send and shards that add; within,
+//! what shards answer, and what cannot go on.
+
+mod answers;
+mod setbacks;
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::Squares;
-use libmodelio::vocabulary::shard_error::ShardError;
-use libmodelio::wire::{Granted, Message, PlanSource, Refusal, Work};
+use libmodelio::wire::{Granted, Message, PlanSource, Work};
 
-use super::clients::given_up_at;
 use super::senders::Sender;
 use super::{Action, CoordinatorCore, REPEAT};
 use crate::core::{self, Now, Source};
@@ -122,92 +125,6 @@ impl Run {
 }
 
 impl CoordinatorCore {
-    /// Takes an answer or a notice of a shard.
-    pub fn from_partition(
-        &mut self,
-        partition: PartitionIndex,
-        request: u64,
-        message: Message,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        let is_current = self.run.as_ref().is_some_and(|run| run.id.0 == request);
-        match &message {
-            // While the plan is concluded or dropped, the refusal has no effect, because that order is repeated.
-            Message::Refused(Refusal::Plan { plan, newest }) => {
-                let is_past = |run: &Run| run.id == *plan && newest >= plan && run.stage == Stage::Gathering;
-                if self.run.as_ref().is_some_and(is_past) {
-                    self.begin_again(now, actions);
-                }
-                return;
-            }
-            Message::Refused(refusal) if is_current || request == 0 => {
-                return self.fail(partition, refusal, now, actions);
-            }
-            _ => {}
-        }
-        let Some(run) = &mut self.run else { return };
-        match message {
-            Message::Ready { plan }
-                if plan == run.id
-                    && run.stage == Stage::Gathering
-                    && run.squares.is_none()
-                    && !run.is_open
-                    && !run.plan.is_provisional() =>
-            {
-                run.waiting.remove(&partition);
-                if run.waiting.is_empty() {
-                    self.conclude(now, actions);
-                }
-            }
-            Message::Measured { plan, squares } if plan == run.id && run.stage == Stage::Gathering => {
-                let waits = run.waiting.contains(&partition);
-                if waits && run.squares.as_mut().is_some_and(|all| all.merge(&squares)) {
-                    run.waiting.remove(&partition);
-                    if run.waiting.is_empty() {
-                        self.conclude(now, actions);
-                    }
-                }
-            }
-            Message::NonFinitePayload { plan, client, block }
-                if plan == run.id && run.stage == Stage::Gathering =>
-            {
-                let sender = run.senders.iter().find(|sender| sender.client == client);
-                let learner = sender.and_then(|sender| sender.learners.first().copied());
-                self.refused(learner, ShardError::NonFinite(block), now, actions);
-            }
-            Message::Lacking { plan, clients } => self.lacking(partition, plan, &clients, now, actions),
-            Message::Torn { plan } if plan == run.id && run.stage == Stage::Gathering => {
-                self.torn(now, actions)
-            }
-            Message::Done if request == run.id.0 && run.stage != Stage::Gathering => {
-                run.waiting.remove(&partition);
-                if run.waiting.is_empty() {
-                    if run.stage == Stage::Concluding {
-                        run.clients().for_each(|client| self.progress.forget(client));
-                    }
-                    self.run = None;
-                    if self.local_shard.awaits_buffer() {
-                        self.buffer(true, now, actions);
-                    }
-                    self.begin_next(now, actions);
-                }
-            }
-            _ => {}
-        }
-    }
-
-    /// A shard is connected again. Messages that it may have missed are repeated.
-    pub fn partition_up(&mut self, partition: PartitionIndex, actions: &mut Vec<Action>) {
-        if let Some(run) = &self.run
-            && run.waiting.contains(&partition)
-        {
-            actions.extend(
-                run.orders().map(|(request, message)| Action::ToPartition(partition, request, message)),
-            );
-        }
-    }
-
     /// Whether the plan under way lacks blocks that are committed, and whose memory the shard has for as long as it
     /// needs it: those of this learner, or new weights.
     pub(super) fn needs(&self, plan: PlanId, learner: Option<LearnerId>) -> bool {
@@ -215,117 +132,6 @@ impl CoordinatorCore {
         self.run.as_ref().is_some_and(|run| run.id == plan && run.stage == Stage::Gathering)
             && self.provisional_plan() != Some(plan)
             && !learner.is_some_and(is_lent)
-    }
-
-    /// A client does not send its granted contribution, or its new weights.
-    pub(super) fn withheld(
-        &mut self,
-        client: ClientId,
-        plan: PlanId,
-        learner: Option<LearnerId>,
-        why: ShardError,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        let Some(run) = &self.run else { return };
-        let of = |sender: &Sender| {
-            sender.client == client && learner.is_none_or(|learner| sender.learners.contains(&learner))
-        };
-        if run.id == plan && run.stage == Stage::Gathering && run.senders.iter().any(of) {
-            self.refused(learner, why, now, actions);
-        }
-    }
-
-    /// A contribution of the running plan, or its new weights, are refused.
-    fn refused(
-        &mut self,
-        learner: Option<LearnerId>,
-        error: ShardError,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        let Some(run) = &self.run else { return };
-        if run.is_open {
-            return self.drop_run(now, actions);
-        }
-        let mut wanted = Vec::new();
-        match (&run.plan.work, learner) {
-            (Work::Assign { .. }, _) => self.core.assign_failed(error, now, &mut wanted),
-            _ if run.plan.is_provisional() => self.core.provisional_failed(now, &mut wanted),
-            (Work::Reduce { .. }, Some(learner)) => {
-                self.core.refused(vec![(learner, error)], now, &mut wanted);
-            }
-            (_, Some(learner)) => self.core.accumulate_failed(vec![(learner, error)], now, &mut wanted),
-            // The shard names a client that sends nothing.
-            (_, None) => return,
-        }
-        self.drop_run(now, actions);
-        self.perform(wanted, now, actions);
-    }
-
-    /// A shard has read a client's memory whose loan may have ended, or has what is no part of the plan. Another plan
-    /// reads everything again.
-    fn torn(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let Some(run) = &self.run else { return };
-        let mut wanted = Vec::new();
-        match &run.plan.work {
-            // A shard has blocks of new weights that are not among those which are published.
-            Work::Assign { .. } => return self.begin_again(now, actions),
-            _ if run.plan.is_provisional() => self.core.provisional_failed(now, &mut wanted),
-            Work::Reduce { .. } => self.core.refused(Vec::new(), now, &mut wanted),
-            _ => self.core.accumulate_failed(Vec::new(), now, &mut wanted),
-        }
-        self.drop_run(now, actions);
-        self.perform(wanted, now, actions);
-    }
-
-    /// `learner` has the memory back that it lent for its last commit. Work that reads the memory is void.
-    pub(super) fn reclaim(
-        &mut self,
-        learner: LearnerId,
-        why: ShardError,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        let mut wanted = Vec::new();
-        let is_read = self.core.reclaim(learner, why, now, &mut wanted);
-        self.taken_out(is_read, wanted, now, actions);
-    }
-
-    /// The client of `learner` takes back its last commit, unless that counts.
-    pub(super) fn recall(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action>) {
-        let mut wanted = Vec::new();
-        let is_read = self.core.recall(learner, ShardError::Interrupted, now, &mut wanted);
-        self.taken_out(is_read, wanted, now, actions);
-    }
-
-    /// The client takes back these new weights, unless they count.
-    pub(super) fn recall_assign(
-        &mut self,
-        client: ClientId,
-        token: u64,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        let is_it = |plan: &core::JobPlan| {
-            plan.weights.as_ref().is_some_and(|of| (of.client, of.name) == (client, token))
-        };
-        let runs = |run: &Run| run.stage == Stage::Gathering && !run.is_open && is_it(&run.plan);
-        if !self.queue.has(is_it) && !self.run.as_ref().is_some_and(runs) {
-            return;
-        }
-        let mut wanted = Vec::new();
-        self.core.assign_failed(ShardError::Interrupted, now, &mut wanted);
-        self.drop_work(is_it, now, actions);
-        self.perform(wanted, now, actions);
-    }
-
-    /// A contribution was taken out again. If it `is_read`, the work that reads it is void.
-    fn taken_out(&mut self, is_read: bool, wanted: Vec<core::Action>, now: Now, actions: &mut Vec<Action>) {
-        if is_read {
-            self.drop_work(|plan| plan.weights.is_none(), now, actions);
-        }
-        self.perform(wanted, now, actions);
     }
 
     /// Begins a plan that the core wants.
@@ -421,38 +227,6 @@ impl CoordinatorCore {
         }
     }
 
-    /// All shards are ready. The plan counts from here on.
-    fn conclude(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.wind_up(Stage::Concluding, now, actions);
-        self.counts();
-        let mut wanted = Vec::new();
-        match &self.run {
-            Some(run) if run.plan.work.makes_version() => {
-                let has_buffer = self.local_shard.version_is_made();
-                self.core.reduced(has_buffer, now, &mut wanted);
-            }
-            Some(run) => {
-                let learners: Vec<_> = run.plan.inputs.iter().map(|of| of.learner).collect();
-                self.core.accumulated(&learners, run.squares.as_ref(), now, &mut wanted);
-            }
-            None => {}
-        }
-        self.perform(wanted, now, actions);
-    }
-
-    /// The contributions of the running plan count.
-    fn counts(&mut self) {
-        let Some(run) = &self.run else { return };
-        let is_contribution = |sender: &&Sender| matches!(sender.payload, Granted::Contributions { .. });
-        for sender in run.senders.iter().filter(is_contribution) {
-            if let Some(client) = self.clients.get_mut(&sender.client) {
-                client.counted = run.id;
-            } else if let Some(at) = given_up_at(&self.given_up, sender.client) {
-                self.given_up[at].1.counted = run.id;
-            }
-        }
-    }
-
     /// Drops the running plan. Its results are void.
     pub(super) fn drop_run(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.wind_up(Stage::Dropping, now, actions);
@@ -484,13 +258,6 @@ impl CoordinatorCore {
         self.drop_run(now, actions);
     }
 
-    fn begin_next(&mut self, now: Now, actions: &mut Vec<Action>) {
-        match self.queue.take_first() {
-            Some(plan) => self.begin(plan, now, actions),
-            None => self.begin_waiting_weights(now, actions),
-        }
-    }
-
     /// Repeats messages that have had no answer for a while.
     pub(super) fn repeat(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = self.run.as_mut().filter(|run| run.repeat_at <= now) else { return };
@@ -511,28 +278,6 @@ impl CoordinatorCore {
             let mine = run.senders.iter().position(|sender| sender.client == client);
             actions.extend(mine.and_then(|at| run.grant(at)));
         }
-    }
-
-    /// A client is lost, with all payload that it holds. Contributions of these learners are among it.
-    pub(super) fn lose(
-        &mut self,
-        client: ClientId,
-        learners: &[LearnerId],
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        self.drop_open_weights(|of| of == client, now, actions);
-        let mut wanted = Vec::new();
-        let assigns = self.assigns_from(client);
-        if self.core.lost(learners, now, &mut wanted) {
-            self.drop_work(|plan| plan.weights.is_none(), now, actions);
-        }
-        if assigns {
-            let gone = ShardError::NotAllowed("the client that held the new weights is gone".into());
-            self.core.assign_failed(gone, now, &mut wanted);
-            self.drop_work(|plan| plan.weights.is_some(), now, actions);
-        }
-        self.perform(wanted, now, actions);
     }
 
     /// Drops the core's present work. The core makes one sum or version at a time, and perhaps new weights besides a
@@ -559,26 +304,5 @@ impl CoordinatorCore {
         let is_it = |plan: &core::JobPlan| plan.weights.as_ref().is_some_and(|of| of.client == client);
         let runs = |run: &Run| run.stage == Stage::Gathering && !run.is_open && is_it(&run.plan);
         self.queue.has(is_it) || self.run.as_ref().is_some_and(runs)
-    }
-
-    /// The job fails: a partition contradicts the coordinator. It has lost its blocks, or belongs to another job.
-    pub(super) fn fail(
-        &mut self,
-        partition: PartitionIndex,
-        refusal: &Refusal,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        let whose = self.shape.shard(partition);
-        let why = Refusal::Shard(ShardError::Lost(format!(
-            "{whose} does not have this job's blocks any more: {refusal}"
-        )));
-        self.health.fail(why.clone());
-        self.run = None;
-        self.queue.clear();
-        for (client, asked) in self.tickets.take_all() {
-            self.answer(client, asked, Message::Refused(why.clone()), actions);
-        }
-        self.send_state_to_all(now, actions);
     }
 }

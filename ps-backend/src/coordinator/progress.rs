@@ -7,14 +7,14 @@
 use std::collections::BTreeMap;
 
 use libmodelio::vocabulary::block_map::PartitionIndex;
-use libmodelio::vocabulary::ids::{ClientId, PlanId};
+use libmodelio::vocabulary::ids::ClientId;
 
-use super::{Action, CoordinatorCore, REPEAT};
+use super::REPEAT;
 use crate::core::Now;
 
 /// Within this time, a connection on which a block does not move on is replaced, and the block is sent again: a third of
 /// the silence for which a connection lives, and a little.
-const SENT_AGAIN: Now = Now::from_secs(4);
+pub(super) const SENT_AGAIN: Now = Now::from_secs(4);
 
 /// What shards lack of one client, and for how long that has not become less. A plan that takes the place of a dropped one
 /// is no progress: else a job whose learners come and go would wait for a silent client without end.
@@ -48,7 +48,7 @@ impl Progress {
     }
 
     /// A shard lacks so many blocks of these clients, and none of the others.
-    fn lacks(&mut self, partition: PartitionIndex, clients: &[(ClientId, u32)], now: Now) {
+    pub(super) fn lacks(&mut self, partition: PartitionIndex, clients: &[(ClientId, u32)], now: Now) {
         for &(client, blocks) in clients {
             let known = self.clients.entry(client).or_default();
             let before = known.blocks.insert(partition, blocks);
@@ -69,7 +69,7 @@ impl Progress {
 
     /// A shard drops a plan, and names the clients whose blocks it wanted: with their number if none has come, else with 0.
     /// So plans that are dropped one after the other hide nobody, however short they are.
-    fn dropped(&mut self, partition: PartitionIndex, clients: &[(ClientId, u32)], now: Now) {
+    pub(super) fn dropped(&mut self, partition: PartitionIndex, clients: &[(ClientId, u32)], now: Now) {
         for &(client, blocks) in clients {
             let known = self.clients.entry(client).or_default();
             if blocks == 0 {
@@ -83,46 +83,9 @@ impl Progress {
     }
 
     /// A client that has sent nothing for so long.
-    fn stuck(&self, long: Now) -> Option<ClientId> {
+    pub(super) fn stuck(&self, long: Now) -> Option<ClientId> {
         let is_stuck = |known: &Lacks| !known.blocks.is_empty() && known.idle >= long;
         self.clients.iter().find(|(_, known)| is_stuck(known)).map(|(&client, _)| client)
-    }
-}
-
-impl CoordinatorCore {
-    /// A shard waits for payloads of the plan under way, which is sealed, or has waited for them until it was dropped.
-    pub(super) fn lacking(
-        &mut self,
-        partition: PartitionIndex,
-        plan: PlanId,
-        clients: &[(ClientId, u32)],
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        let lease = self.core.controls().lease;
-        // In one process nothing is sent, and an endless lease gives nobody up.
-        let is_watched = !self.local_shard.is_there() && !lease.is_zero();
-        let Some(run) = self.run.as_mut().filter(|_| is_watched) else { return };
-        let sends: Vec<ClientId> = run.clients().filter(|client| self.clients.contains_key(client)).collect();
-        let clients: Vec<_> = clients.iter().filter(|(client, _)| sends.contains(client)).copied().collect();
-        if run.gathers(plan) {
-            self.progress.lacks(partition, &clients, now);
-        } else if run.drops(plan) {
-            self.progress.dropped(partition, &clients, now);
-        } else {
-            return;
-        }
-        let Some(client) = self.progress.stuck(lease + SENT_AGAIN) else { return };
-        let learners = run.learners_of(client);
-        let named = |learner| self.core.member(learner, now).map(|member| member.name);
-        let names: Vec<String> = learners.into_iter().filter_map(named).collect();
-        let why = format!(
-            "the client of {} was granted its contribution to plan {plan}, and has sent none of it for {:.1} s",
-            if names.is_empty() { "new weights".to_owned() } else { names.join(", ") },
-            (lease + SENT_AGAIN).as_secs_f64()
-        );
-        tracing::warn!(%client, "given up: {why}");
-        self.client_gone(client, &why, now, actions);
     }
 }
 

@@ -1,6 +1,5 @@
 //! Requests that begin or end a contribution or publication.
 
-use libmodelio::vocabulary::groups::Contents;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::vocabulary::shard_error::ShardError;
@@ -108,43 +107,6 @@ impl JobCore {
         Ok(())
     }
 
-    /// The reducer may have changed while the contribution was written.
-    fn refuse_contents(&self, contents: Contents, weight: Weight) -> Result<(), ShardError> {
-        let (reducer, _, of_tensors) = self.params();
-        if weight != Weight::ONE && !reducer.takes_weighted() {
-            return Err(ShardError::NotAllowed(format!(
-                "the contribution has weight {weight}, and reducer {reducer} takes only 1: write 1 to the learner's weight"
-            )));
-        }
-        if !contents.content.fits(reducer.content()) {
-            return Err(ShardError::NotAllowed(format!(
-                "the contribution is one of {}, and the reducer is {reducer} now: write it again",
-                contents.content.name()
-            )));
-        }
-        if contents.averaged != of_tensors.averaged(reducer) {
-            let why = "other tensors are averaged now than when the contribution was begun: write it again";
-            return Err(ShardError::NotAllowed(why.into()));
-        }
-        Ok(())
-    }
-
-    /// Refuses commits that are not taken yet and are not what the reducer takes.
-    pub(super) fn drop_pending_contents(&mut self, actions: &mut Vec<Action>) {
-        let of = |pending: &Pending| match &pending.kind {
-            PendingKind::Commit { contribution } => {
-                Some((contribution.learner, contribution.contents, contribution.weight))
-            }
-            PendingKind::Assign { .. } => None,
-        };
-        let waiting: Vec<_> = self.pending.iter().filter_map(of).collect();
-        for (learner, contents, weight) in waiting {
-            if let Err(error) = self.refuse_contents(contents, weight) {
-                self.drop_pending_commit(learner, error, actions);
-            }
-        }
-    }
-
     /// Commits the last taken step again.
     fn commit_again(
         &mut self,
@@ -170,21 +132,6 @@ impl JobCore {
             let what = "the same commit was sent again";
             actions.push(Action::Reply(earlier, Err(ShardError::NotAllowed(what.into()))));
         }
-    }
-
-    /// Refuses the commit of `learner` that waits to be taken. False if there is none.
-    pub(super) fn drop_pending_commit(
-        &mut self,
-        learner: LearnerId,
-        why: ShardError,
-        actions: &mut Vec<Action>,
-    ) -> bool {
-        let of_learner = |pending: &Pending| matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner);
-        let pending = self.pending.iter().position(of_learner).and_then(|at| self.pending.remove(at));
-        if let Some(pending) = &pending {
-            actions.push(Action::Reply(pending.ticket, Err(why)));
-        }
-        pending.is_some()
     }
 
     /// Refuses a commit of `learner` that is not taken yet. Its payload is about to be overwritten.
@@ -269,18 +216,15 @@ impl JobCore {
         self.advance(now, actions);
     }
 
-    /// Whether `weights` may be written: always with reducer `assign`, else only before the first
-    /// version.
-    ///
-    /// # Errors
-    /// [`ShardError::NotAllowed`] says what to set.
-    pub fn may_assign(&self) -> Result<(), ShardError> {
-        if self.controls.reducer.takes_weights() || self.version.0 == 0 {
-            return Ok(());
+    /// The contribution that `learner` writes to `step` has a whole block. A plan may begin that takes its blocks as
+    /// they come.
+    pub fn is_whole(&mut self, learner: LearnerId, step: Step, now: Now, actions: &mut Vec<Action>) {
+        let phase = self.members.get_mut(&learner).map(|member| &mut member.phase);
+        if let Some(Phase::Open { step: open, has_block }) = phase
+            && *open == step
+            && !std::mem::replace(has_block, true)
+        {
+            self.advance(now, actions);
         }
-        Err(ShardError::NotAllowed(format!(
-            "weights is read-only at version {} with reducer {}: write \"assign\" to control/reducer first",
-            self.version, self.controls.reducer
-        )))
     }
 }

@@ -4,10 +4,11 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::waits::MAX_NAMES;
-use super::{Action, Committed, JobCore, NOT_COMMITTED, Now, PayloadPlace, PendingKind, Ticket};
+use super::waits::{MAX_NAMES, lasts};
+use super::{Action, Committed, JobCore, Member, NOT_COMMITTED, Now, PayloadPlace, PendingKind, Ticket};
 
 /// A reason of [`ShardError::TimedOut`]: readers hold all buffers.
 pub const ALL_BUFFERS_HELD: &str =
@@ -135,6 +136,47 @@ impl JobCore {
                 member.last_seen = now;
                 member.activity.counts(now);
             }
+        }
+    }
+
+    /// Removes learners whose last process exited this long ago, and for whom another learner has been waiting for as
+    /// long.
+    pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let Some(wait) = self.waits.under_way().filter(|_| self.formation.is_formed()) else { return };
+        let linger = self.controls.linger;
+        let lingers = |member: &Member| {
+            let since = member.exited.map(|at| at.max(member.last_seen).max(wait.since));
+            since.is_some_and(|since| now.saturating_sub(since) >= linger)
+        };
+        let gone: Vec<LearnerId> =
+            self.waited_for().filter(|(_, member)| lingers(member)).map(|(learner, _)| learner).collect();
+        for learner in gone {
+            // Cannot fail: the learner was just found.
+            let _ = self.leave(learner, LeaveReason::Exited, now, actions);
+        }
+    }
+
+    /// Removes silent learners: those that no process is known to use, after the lease; and those whose processes live and
+    /// have made no progress, if another learner has been waiting for them for as long as patience lasts.
+    pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let [lease, patience] = [self.controls.lease, self.controls.patience];
+        let stalled = self.formation.is_formed() && self.waits.have_lasted(patience);
+        let why = |learner: LearnerId, member: &Member| match member.attached {
+            true => {
+                let is_over = stalled && lasts(member.activity.at, now, patience);
+                (is_over && self.holds_up(learner, member)).then_some(LeaveReason::PatienceOver)
+            }
+            false => lasts(member.last_seen, now, lease).then_some(LeaveReason::LeaseExpired),
+        };
+        let expired: Vec<(LearnerId, LeaveReason)> = self
+            .members
+            .iter()
+            .filter(|&(&learner, member)| !member.unpublished && !self.waits(learner))
+            .filter_map(|(&learner, member)| Some((learner, why(learner, member)?)))
+            .collect();
+        for (learner, reason) in expired {
+            // Cannot fail: the learner was just found.
+            let _ = self.leave(learner, reason, now, actions);
         }
     }
 }

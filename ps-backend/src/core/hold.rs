@@ -21,11 +21,6 @@ impl JobCore {
         }
     }
 
-    /// Whether no work begins any more, and all earlier work is done.
-    pub fn is_held(&self) -> bool {
-        self.making.holds() && !self.is_under_way()
-    }
-
     /// The names of the learners that the coming version waits for.
     pub fn missing_names(&self) -> Vec<&str> {
         let missing = self.members.values().filter(|member| self.takes_part(member) && !member.unpublished);

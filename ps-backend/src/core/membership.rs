@@ -5,7 +5,7 @@ use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::state::Activity;
-use super::{Action, JobCore, Member, Now, PendingKind, Phase};
+use super::{Action, JobCore, Member, Now, Phase};
 
 /// The longest name of a learner, in bytes.
 const MAX_NAME: usize = 64;
@@ -187,35 +187,5 @@ impl JobCore {
             member.last_seen = member.last_seen.saturating_add(pause).min(now);
             member.activity.at = member.activity.at.saturating_add(pause).min(now);
         }
-    }
-
-    pub(super) fn is_stopped(&self) -> bool {
-        self.formation.is_formed() && (self.members.len() as u32) < self.controls.min_learners
-    }
-
-    pub(super) fn refuse_if_stopped(&self) -> Result<(), ShardError> {
-        if self.is_stopped() { Err(self.stopped()) } else { Ok(()) }
-    }
-
-    fn stopped(&self) -> ShardError {
-        ShardError::Stopped { active: self.members.len() as u32, needed: self.controls.min_learners }
-    }
-
-    /// Refuses the requests of waiting learners if the job has stopped.
-    pub(super) fn stop_if_too_few(&mut self, actions: &mut Vec<Action>) {
-        if !self.is_stopped() {
-            return;
-        }
-        let error = self.stopped();
-        let mut kept = std::collections::VecDeque::new();
-        for pending in self.pending.drain(..) {
-            match pending.kind {
-                PendingKind::Commit { .. } => {
-                    actions.push(Action::Reply(pending.ticket, Err(error.clone())));
-                }
-                PendingKind::Assign { .. } => kept.push_back(pending),
-            }
-        }
-        self.pending = kept;
     }
 }

@@ -149,15 +149,6 @@ impl JobCore {
         self.put_back();
     }
 
-    /// Contributions that a plan was to read wait again.
-    pub(super) fn put_back(&mut self) {
-        for committed in
-            self.committed.iter_mut().filter(|c| !c.contribution.steady && c.place == PayloadPlace::Staged)
-        {
-            committed.place = PayloadPlace::ToAccumulate;
-        }
-    }
-
     /// The contributions under way are not in the accumulator.
     fn stop_accumulation(&mut self) {
         self.measured.stops();
@@ -182,13 +173,6 @@ impl JobCore {
         }
     }
 
-    /// Fixed settings are released when nothing depends on them any more.
-    pub(super) fn release_params(&mut self) {
-        if !self.is_under_way() {
-            self.recipe.release();
-        }
-    }
-
     /// Takes back a commit of which nothing was read. The contribution is open again, and its blocks of a provisional plan are
     /// dropped.
     pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
@@ -209,6 +193,14 @@ impl JobCore {
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
         if !self.members.get(&learner).is_some_and(is_open) {
             self.drop_provisional(learner, actions);
+        }
+    }
+
+    /// The provisional plan under way could not take a block, so it is void. All contributions are read when they are
+    /// committed.
+    pub fn provisional_failed(&mut self, now: Now, actions: &mut Vec<Action>) {
+        if self.end_provisional() {
+            self.advance(now, actions);
         }
     }
 }

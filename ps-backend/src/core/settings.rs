@@ -3,11 +3,9 @@
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
 use libmodelio::vocabulary::groups::Groups;
-use libmodelio::vocabulary::ids::LearnerId;
-use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
+use libmodelio::vocabulary::partly::MAX_PIECES;
 
-use super::recipe::Params;
-use super::{Action, JobCore, Member, Now, OfTensors, PendingKind, Phase, Tensors};
+use super::{Action, JobCore, Now, OfTensors, Tensors};
 
 impl JobCore {
     /// Freezes these tensors and reduces all others by these groups, from the next version of which nothing has been
@@ -75,51 +73,5 @@ impl JobCore {
         }
         let why = "contributions of the coming version are written in too many pieces to be values: set it once that version is out";
         Err(ControlError::Conflict(why.into()))
-    }
-
-    /// The number of pieces of partly written blocks, in contributions to the coming version and in those that wait
-    /// to be taken, without that of `sender`. None if one of the numbers is unknown.
-    pub(super) fn pieces(&self, sender: Option<LearnerId>) -> Option<usize> {
-        let waiting = self.pending.iter().filter_map(|pending| match &pending.kind {
-            PendingKind::Commit { contribution, .. } => {
-                Some(contribution).filter(|of| sender != Some(of.learner))
-            }
-            PendingKind::Assign { .. } => None,
-        });
-        let committed = self.committed.iter().map(|committed| &*committed.contribution);
-        committed.chain(waiting).map(|of| of.partly.as_ref().map(PartlyWritten::pieces)).sum()
-    }
-
-    /// Lets new settings take effect and new learners take part, if nothing that has begun depends on the old ones.
-    pub(super) fn settle(&mut self) {
-        if self.making.is_under_way() || self.provisional.is_under_way() {
-            return;
-        }
-        self.follow_consistency();
-        self.recipe.settle(self.version);
-        if self.committed.is_empty() {
-            self.formation.step_is_over(self.members.len() >= self.controls.learners as usize);
-        }
-        let version = self.version;
-        let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
-        let writes = |member: &Member| self.takes_part(member) && is_open(member);
-        let has_begun = !self.committed.is_empty() || self.members.values().any(writes);
-        // If no step has begun, learners that came in a dropped one need not wait for the next. Before the job is
-        // formed, all take part.
-        if !(self.formation.is_formed() && has_begun) {
-            for member in self.members.values_mut() {
-                member.joined_at = member.joined_at.min(version);
-            }
-        }
-    }
-
-    /// The parameters of the coming version.
-    pub(super) fn params(&self) -> Params {
-        self.recipe.of_next(&self.controls, self.version)
-    }
-
-    /// Part of the coming version is computed with its parameters.
-    pub(super) fn fix_params(&mut self) {
-        self.recipe.fix(&self.controls, self.version);
     }
 }

@@ -1,19 +1,15 @@
 //! From commits to versions: taking commits, accumulating, reducing and publishing.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
-use fixedbitset::FixedBitSet;
-use libmodelio::vocabulary::groups::{GroupId, Groups};
 use libmodelio::vocabulary::ids::LearnerId;
-use libmodelio::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
-use libmodelio::vocabulary::reducer;
+use libmodelio::vocabulary::norm::{Quantity, Squares};
 
 use super::{
-    Action, Committed, Contribution, JobCore, JobPlan, Now, OfTensors, PayloadPlace, Pending, PendingKind,
-    Phase, Tensors, Ticket, Work, staleness,
+    Action, Committed, Contribution, JobCore, JobPlan, Member, Now, OfTensors, PayloadPlace, Pending,
+    PendingKind, Phase, Ticket, Work,
 };
-use crate::reducers;
 
 impl JobCore {
     /// Reports whether the next version has a buffer.
@@ -200,80 +196,6 @@ impl JobCore {
         self.run(self.reduce_plan(None), actions);
     }
 
-    /// The plan for the coming version. It has the committed contributions. If it is provisional, it also has those of
-    /// these learners, which may hold any tensor.
-    pub(super) fn reduce_plan(&self, provisional: Option<&BTreeSet<LearnerId>>) -> JobPlan {
-        let kept = self.committed.iter().filter(|committed| committed.place == PayloadPlace::Staged);
-        let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
-        inputs.sort_by_key(|contribution| contribution.learner);
-        let (reducer, mut hyper, OfTensors { frozen, groups }) = self.params();
-        // A provisional plan has begun with the whole rate.
-        if provisional.is_none() && !self.provisional.is_under_way() && self.divides_by_staleness() {
-            hyper = staleness::of_stale(hyper, self.staleness());
-        }
-        let written = self.written(&frozen, provisional.is_some());
-        let tensors = self.recipe.next_steps(&written);
-        let contributions = (self.committed.len() + provisional.map_or(0, BTreeSet::len)) as u32;
-        // Those that are not committed count once: no block is sent early of others.
-        let weights = self.committed.iter().map(|committed| committed.contribution.weight.get());
-        let weight = weights.chain(provisional.iter().flat_map(|of| of.iter().map(|_| 1.0))).sum();
-        let weight = Some(Norm::new(weight)).filter(|_| weight != f64::from(contributions));
-        let t = tensors.highest();
-        let mut step = reducer::Step { reducer, hyper, contributions, weight, t, ..reducer::Step::default() };
-        step.norm = self.measured.squares().map(|squares| Norm::new(step.scale() * squares.sqrt()));
-        let factors = self.factors(&groups, &step, &written, provisional);
-        let fresh_state = !self.recipe.has_state();
-        let work = Work::Reduce { step, tensors, groups, factors, fresh_state };
-        JobPlan { work, inputs, weights: None, provisional: provisional.cloned() }
-    }
-
-    /// The tensors that the coming version reduces. A provisional one may reduce any.
-    fn written(&self, frozen: &Tensors, is_provisional: bool) -> FixedBitSet {
-        let mut written = FixedBitSet::with_capacity(self.recipe.tensors());
-        if is_provisional {
-            written.insert_range(..);
-        }
-        self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
-        written.difference_with(&frozen.0);
-        written
-    }
-
-    /// The factors of tensors: on the steps of those that were measured, and on the sums of values that not all
-    /// contributions bring.
-    fn factors(
-        &self,
-        groups: &Groups,
-        step: &reducer::Step,
-        written: &FixedBitSet,
-        provisional: Option<&BTreeSet<LearnerId>>,
-    ) -> TensorFactors {
-        if self.measured.norms().is_none() && groups.averaged(step.reducer).next().is_none() {
-            return TensorFactors::default();
-        }
-        let steps = groups.steps(step);
-        let runs =
-            groups.runs().iter().flat_map(|&(count, group)| std::iter::repeat_n(group, count as usize));
-        let groups = runs.chain(std::iter::repeat(GroupId::MODEL));
-        TensorFactors::new((0..self.recipe.tensors()).zip(groups).map(|(tensor, group)| {
-            let step = steps.of_group(group);
-            let without = |committed: &Committed| !committed.contribution.tensors.contains(tensor);
-            if step.of_values {
-                let lacks = written.contains(tensor) && self.committed.iter().any(without);
-                return lacks.then(|| 1.0 / self.weight_of(tensor, provisional));
-            }
-            let norms = self.measured.norms().filter(|_| step.reducer.is_layerwise())?;
-            norms.get(tensor).map(|norms| reducers::factor(step, *norms))
-        }))
-    }
-
-    /// The weight of the contributions that have written a tensor. Those that are still written may do so: a block of
-    /// the tensor is computed before their commit only if each of them has sent it.
-    fn weight_of(&self, tensor: usize, provisional: Option<&BTreeSet<LearnerId>>) -> f64 {
-        let brings = |committed: &&Committed| committed.contribution.tensors.contains(tensor);
-        let committed = self.committed.iter().filter(brings).map(|of| of.contribution.weight.get());
-        committed.sum::<f64>() + provisional.map_or(0, BTreeSet::len) as f64
-    }
-
     /// Whether the memory that the coming version is made in or from is still in use.
     fn is_busy(&self) -> bool {
         self.is_accumulating() || self.waits_for_provisional()
@@ -353,5 +275,28 @@ impl JobCore {
         self.fix_params();
         let plan = JobPlan { work, inputs, weights: None, provisional: None };
         actions.push(Action::Begin(Arc::new(plan)));
+    }
+
+    /// Lets new settings take effect and new learners take part, if nothing that has begun depends on the old ones.
+    pub(super) fn settle(&mut self) {
+        if self.making.is_under_way() || self.provisional.is_under_way() {
+            return;
+        }
+        self.follow_consistency();
+        self.recipe.settle(self.version);
+        if self.committed.is_empty() {
+            self.formation.step_is_over(self.members.len() >= self.controls.learners as usize);
+        }
+        let version = self.version;
+        let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
+        let writes = |member: &Member| self.takes_part(member) && is_open(member);
+        let has_begun = !self.committed.is_empty() || self.members.values().any(writes);
+        // If no step has begun, learners that came in a dropped one need not wait for the next. Before the job is
+        // formed, all take part.
+        if !(self.formation.is_formed() && has_begun) {
+            for member in self.members.values_mut() {
+                member.joined_at = member.joined_at.min(version);
+            }
+        }
     }
 }

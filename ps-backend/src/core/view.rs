@@ -5,9 +5,14 @@ use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::members::Attached;
 use libmodelio::vocabulary::norm::Norm;
+use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::{Contribution, JobCore, Member, MemberView, Now, PayloadPlace, Phase, Source};
+use super::recipe::Params;
+use super::{
+    Committed, Contribution, JobCore, Member, MemberView, Now, PayloadPlace, PendingKind, Phase, Source,
+};
 
 fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
     MemberView {
@@ -127,5 +132,82 @@ impl JobCore {
         } else {
             JobPhase::Running
         }
+    }
+
+    /// Whether `learner` is writing a contribution that has a whole block.
+    pub(super) fn has_block(&self, learner: LearnerId) -> bool {
+        let phase = self.members.get(&learner).map(|member| &member.phase);
+        matches!(phase, Some(Phase::Open { has_block: true, .. }))
+    }
+
+    /// Whether `learner` still writes to the provisional plan.
+    pub(super) fn writes_provisionally(&self, learner: LearnerId) -> bool {
+        self.provisional.takes(learner) && !self.has_committed(learner)
+    }
+
+    pub(super) fn has_committed(&self, learner: LearnerId) -> bool {
+        self.committed.iter().any(|committed| committed.contribution.learner == learner)
+    }
+
+    /// Whether contributions to the provisional plan are still written.
+    pub(super) fn waits_for_provisional(&self) -> bool {
+        self.provisional.open().any(|learner| !self.has_committed(*learner))
+    }
+
+    /// A committed contribution whose memory is read for the provisional plan: it can be taken out with that.
+    pub(super) fn is_read_provisionally(&self, committed: &Committed) -> bool {
+        self.provisional.is_under_way()
+            && committed.place == PayloadPlace::Staged
+            && !committed.contribution.steady
+    }
+
+    /// Whether no work begins any more, and all earlier work is done.
+    pub fn is_held(&self) -> bool {
+        self.making.holds() && !self.is_under_way()
+    }
+
+    pub(super) fn is_stopped(&self) -> bool {
+        self.formation.is_formed() && (self.members.len() as u32) < self.controls.min_learners
+    }
+
+    pub(super) fn refuse_if_stopped(&self) -> Result<(), ShardError> {
+        if self.is_stopped() { Err(self.stopped()) } else { Ok(()) }
+    }
+
+    pub(super) fn stopped(&self) -> ShardError {
+        ShardError::Stopped { active: self.members.len() as u32, needed: self.controls.min_learners }
+    }
+
+    /// Whether `weights` may be written: always with reducer `assign`, else only before the first
+    /// version.
+    ///
+    /// # Errors
+    /// [`ShardError::NotAllowed`] says what to set.
+    pub fn may_assign(&self) -> Result<(), ShardError> {
+        if self.controls.reducer.takes_weights() || self.version.0 == 0 {
+            return Ok(());
+        }
+        Err(ShardError::NotAllowed(format!(
+            "weights is read-only at version {} with reducer {}: write \"assign\" to control/reducer first",
+            self.version, self.controls.reducer
+        )))
+    }
+
+    /// The number of pieces of partly written blocks, in contributions to the coming version and in those that wait
+    /// to be taken, without that of `sender`. None if one of the numbers is unknown.
+    pub(super) fn pieces(&self, sender: Option<LearnerId>) -> Option<usize> {
+        let waiting = self.pending.iter().filter_map(|pending| match &pending.kind {
+            PendingKind::Commit { contribution, .. } => {
+                Some(contribution).filter(|of| sender != Some(of.learner))
+            }
+            PendingKind::Assign { .. } => None,
+        });
+        let committed = self.committed.iter().map(|committed| &*committed.contribution);
+        committed.chain(waiting).map(|of| of.partly.as_ref().map(PartlyWritten::pieces)).sum()
+    }
+
+    /// The parameters of the coming version.
+    pub(super) fn params(&self) -> Params {
+        self.recipe.of_next(&self.controls, self.version)
     }
 }

@@ -1,17 +1,21 @@
 //! Waiting learners: who is named as the cause, and who leaves because others wait.
 
 use libmodelio::vocabulary::ids::LearnerId;
-use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::phase::NAMED_AFTER;
 use serde::{Deserialize, Serialize};
 
 use super::state::{Stall, Wait};
-use super::{Action, JobCore, Member, Now, PendingKind, WaitedFor};
+use super::{JobCore, Member, Now, PendingKind, WaitedFor};
 
 /// The most names in a report.
 pub(super) const MAX_NAMES: usize = 16;
 /// A wait goes on if a learner waits again within this time: requests that time out come again.
 const SAME_WAIT_WITHIN: Now = Now::from_secs(1);
+
+/// Whether a limit that is not zero, which is none, is over.
+pub(super) fn lasts(since: Now, until: Now, limit: Now) -> bool {
+    !limit.is_zero() && until.saturating_sub(since) >= limit
+}
 
 /// The waits for other learners.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -24,6 +28,16 @@ impl Waits {
     /// Learners wait for nobody's progress any more.
     pub(super) fn moved_on(&mut self) {
         self.stall = None;
+    }
+
+    /// The wait under way.
+    pub(super) fn under_way(&self) -> Option<Wait> {
+        self.wait.filter(|wait| wait.paused.is_none())
+    }
+
+    /// Whether a learner has waited for the progress of others for as long as `patience`, if that ends.
+    pub(super) fn have_lasted(&self, patience: Now) -> bool {
+        self.stall.is_some_and(|stall| lasts(stall.since, stall.until, patience))
     }
 
     /// Whether a learner waits now, at what pace of the slowest one. Whoever waits in vain, and hears so, may be back
@@ -73,26 +87,6 @@ impl JobCore {
         self.waits.note(waits, at, now);
     }
 
-    /// Removes learners whose last process exited this long ago, and for whom another learner has been waiting for as
-    /// long.
-    pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let Some(wait) = self.waits.wait.filter(|wait| self.formation.is_formed() && wait.paused.is_none())
-        else {
-            return;
-        };
-        let linger = self.controls.linger;
-        let lingers = |member: &Member| {
-            let since = member.exited.map(|at| at.max(member.last_seen).max(wait.since));
-            since.is_some_and(|since| now.saturating_sub(since) >= linger)
-        };
-        let gone: Vec<LearnerId> =
-            self.waited_for().filter(|(_, member)| lingers(member)).map(|(learner, _)| learner).collect();
-        for learner in gone {
-            // Cannot fail: the learner was just found.
-            let _ = self.leave(learner, LeaveReason::Exited, now, actions);
-        }
-    }
-
     /// The learners that a waiting learner may be waiting for.
     pub(super) fn waited_for(&self) -> impl Iterator<Item = (LearnerId, &Member)> {
         let is_one = |&(&learner, member): &(&LearnerId, &Member)| {
@@ -115,35 +109,8 @@ impl JobCore {
         (late != WaitedFor::default()).then_some((wait.since, late))
     }
 
-    /// Removes silent learners: those that no process is known to use, after the lease; and those whose processes live and
-    /// have made no progress, if another learner has been waiting for them for as long as patience lasts.
-    pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let [lease, patience] = [self.controls.lease, self.controls.patience];
-        let lasted =
-            |since: Now, until: Now, limit: Now| !limit.is_zero() && until.saturating_sub(since) >= limit;
-        let is_over = |stall: Stall| lasted(stall.since, stall.until, patience);
-        let stalled = self.formation.is_formed() && self.waits.stall.is_some_and(is_over);
-        let why = |learner: LearnerId, member: &Member| match member.attached {
-            true => {
-                let is_over = stalled && lasted(member.activity.at, now, patience);
-                (is_over && self.holds_up(learner, member)).then_some(LeaveReason::PatienceOver)
-            }
-            false => lasted(member.last_seen, now, lease).then_some(LeaveReason::LeaseExpired),
-        };
-        let expired: Vec<(LearnerId, LeaveReason)> = self
-            .members
-            .iter()
-            .filter(|&(&learner, member)| !member.unpublished && !self.waits(learner))
-            .filter_map(|(&learner, member)| Some((learner, why(learner, member)?)))
-            .collect();
-        for (learner, reason) in expired {
-            // Cannot fail: the learner was just found.
-            let _ = self.leave(learner, reason, now, actions);
-        }
-    }
-
     /// Whether `learner` is silent because its own request has no answer yet.
-    fn waits(&self, learner: LearnerId) -> bool {
+    pub(super) fn waits(&self, learner: LearnerId) -> bool {
         self.pending.iter().any(|pending| {
             matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
         })

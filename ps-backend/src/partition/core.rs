@@ -609,6 +609,18 @@ impl PartitionCore {
             }
         }
     }
+
+    /// Nothing is left to do for a plan that counts.
+    pub(super) fn is_concluded(&mut self, plan: &PartitionPlan, actions: &mut Vec<Action>) {
+        let id = plan.id;
+        if plan.work.makes_version() {
+            self.version = self.version.next();
+            self.readers.made(id, self.version);
+        }
+        self.concluded = Some(id);
+        self.readers.concluded(id);
+        actions.extend([Action::Conclude(id), Action::Done(id)]);
+    }
 }
 
 impl Running {

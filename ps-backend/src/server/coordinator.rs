@@ -552,6 +552,13 @@ impl Coordinator {
             }
         }
     }
+
+    /// Connects. This may take a while unless the address is known.
+    fn connect(&self, index: usize, remote: &Arc<RemoteShard>) {
+        if let Err(why) = self.try_connect(index, remote) {
+            remote.is_lost(why, self.now());
+        }
+    }
 }
 
 /// Takes messages of its own partition and of a client in this process.

@@ -360,14 +360,6 @@ impl PartitionState {
         }
     }
 
-    /// The mailbox to a coordinator in this process.
-    fn mailbox(&self) -> Option<Arc<Mailbox>> {
-        match &self.coordinator {
-            Some(ToCoordinator::Here(mailbox)) => Some(Arc::clone(mailbox)),
-            _ => None,
-        }
-    }
-
     /// Releases the lock, and then delivers the messages to a coordinator in this process.
     fn deliver(state: MutexGuard<'_, PartitionState>) {
         let mailbox = state.mailbox();

@@ -1,8 +1,9 @@
-//! The connection to the coordinator, and whether the job has one.
+//! The connection to the coordinator, whether the job has one, and messages that have no answer.
 
-use super::Now;
+use super::{Action, ClientCore, Now};
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::shard_error::ShardError;
+use crate::wire::Message;
 
 /// What the client knows of the coordinator's process.
 #[derive(Debug, Default)]
@@ -60,5 +61,22 @@ impl Coordination {
     /// When it first reported that the job has failed.
     pub(super) fn failed_at(&self) -> Option<Now> {
         self.failed_at
+    }
+}
+
+impl ClientCore {
+    /// Sends a message that has no answer.
+    pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
+        if self.coordination.is_up() {
+            actions.push(Action::ToCoordinator(0, message));
+        }
+    }
+
+    /// The numbers of the client's requests, for the coordinator.
+    pub(super) fn numbers(&self) -> Action {
+        Action::ToCoordinator(
+            0,
+            Message::AckThrough { request: self.requests.acked_through(), newest: self.requests.newest() },
+        )
     }
 }

@@ -5,31 +5,12 @@
 //! comes counts once the state names that plan as the one that has made the version. If the plan makes none, what has
 //! come is void, and the version is pulled as any other.
 
-use super::pulling::Pull;
 use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_map::PartitionIndex;
-use crate::vocabulary::controls::{Consistency, PullPolicy};
 use crate::vocabulary::ids::{PlanId, Version};
-use crate::wire::{Granted, MAX_NUMBER, Message};
+use crate::wire::{MAX_NUMBER, Message};
 
 impl ClientCore {
-    /// Begins to pull the version that the plan under way makes, before it is certain that the plan makes one.
-    pub(super) fn follow(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let Some(plan) = self.followable() else { return };
-        self.pull_times.began_ahead(now);
-        self.pull = Some(Pull::new(self.state.version.next(), self.owners.owned(), Some(plan), now));
-        actions.extend(self.owners.partitions().map(Action::Wake));
-    }
-
-    /// Whether the policy, or a request that waits, wants what is followed now.
-    pub(super) fn is_wanted_ahead(&mut self, now: Now) -> bool {
-        // Where learners wait for each other, no newer version can come meanwhile.
-        let is_last = self.state.controls.consistency == Consistency::Sync
-            && self.pull_policy() == PullPolicy::Adaptive
-            && self.outgoing.as_ref().is_some_and(|outgoing| !outgoing.is_provisional());
-        is_last || self.is_wanted(now)
-    }
-
     /// Others make a version by this plan.
     pub(super) fn begun(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
         let known =
@@ -38,22 +19,6 @@ impl ClientCore {
             self.plans.others_begin(plan);
             self.start_pull(now, actions);
         }
-    }
-
-    /// The plan under way that makes the next version, unless it makes that of this client's new weights.
-    fn followable(&self) -> Option<PlanId> {
-        match self.outgoing() {
-            Some((_, Granted::Weights(_) | Granted::OpenWeights(_))) => None,
-            Some((plan, Granted::Contributions { .. })) => Some(plan),
-            None => self.plans.of_others(),
-        }
-    }
-
-    /// Whether the newest version is shown, and the next one may be pulled while it is made.
-    pub(super) fn can_follow(&self) -> bool {
-        let is_idle = self.pull.is_none() && self.buffers.is_idle();
-        let is_newest = self.state.sequence != 0 && self.buffers.shown() == Some(self.state.version);
-        !self.way.is_in_place() && is_idle && is_newest && self.followable().is_some()
     }
 
     /// The state says whether the plan that the client follows has made a version. If it has not, what has come is void.

@@ -3,7 +3,6 @@
 use fixedbitset::FixedBitSet;
 
 use super::learners::OnlyInPlan;
-use super::pushing::Outgoing;
 use super::{Action, ClientCore};
 use crate::vocabulary::ids::{LearnerId, PlanId, Step};
 use crate::wire::{Granted, Message};
@@ -85,16 +84,6 @@ impl ClientCore {
         if !newer && !self.is_committing(learner, step) {
             self.release(learner, step, actions);
         }
-    }
-
-    pub(super) fn is_committing(&self, learner: LearnerId, step: Step) -> bool {
-        self.requests.has(|message| matches!(*message, Message::Commit { learner: l, step: s, .. } if (l, s) == (learner, step)))
-    }
-
-    /// Whether the plan under way includes this contribution.
-    pub(super) fn sends(&self, learner: LearnerId, step: Step) -> bool {
-        let of = |outgoing: &Outgoing| matches!(&outgoing.payload, Granted::Contributions { of, .. } if of.contains(&(learner, step)));
-        self.outgoing.as_ref().is_some_and(of)
     }
 
     /// Releases new weights that no request waits for, unless they are being sent.

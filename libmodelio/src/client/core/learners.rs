@@ -4,19 +4,14 @@
 //! and then stages it or makes it part of a plan. A commit turns the contribution into held payload, until the
 //! coordinator has answered for it.
 
-use std::time::Duration;
-
 use fixedbitset::FixedBitSet;
 
-use super::{Action, ClientCore, Now, Token};
+use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_slot::BlockSlot;
-use crate::vocabulary::ids::{Incarnation, LearnerId, PlanId, Step, Version};
+use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
 use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{LearnerState, Message};
-
-/// The deadline of requests that the client has already answered itself.
-const BESIDE: Duration = Duration::from_secs(30);
 
 /// The state of a learner's last commit, as far as this client knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,12 +36,12 @@ pub(super) struct Learner {
     /// The last step whose commit was answered with success. The coordinator's state may not show that yet.
     pub(super) committed: Step,
     /// The version that its program has last opened.
-    opened: Option<Version>,
+    pub(super) opened: Option<Version>,
     /// The last step that is known to be taken.
     taken: Step,
     /// The next step, and the number of the request whose answer named it. After a commit without success the step is
     /// `None`: only the coordinator knows it then.
-    next: (u64, Option<Step>),
+    pub(super) next: (u64, Option<Step>),
     pub(super) open: Option<Open>,
     /// The newest provisional plan that staged blocks may be sent for, until that plan is sealed.
     sends_for: Option<PlanId>,
@@ -146,27 +141,6 @@ impl Learner {
 }
 
 impl ClientCore {
-    /// Whether `learner` belongs to this client and is in the job.
-    pub fn has_learner(&self, learner: LearnerId) -> bool {
-        self.learners.contains_key(&learner)
-    }
-
-    /// Whether the learner has asked to leave and has no answer yet.
-    pub fn is_leaving(&self, learner: LearnerId) -> bool {
-        self.requests.has(|message| matches!(*message, Message::Leave { learner: of, .. } if of == learner))
-    }
-
-    /// Whether the learner has dropped a contribution and the coordinator has not answered that yet.
-    pub(super) fn is_aborting(&self, learner: LearnerId) -> bool {
-        self.requests.has(|message| matches!(*message, Message::Abort { learner: of } if of == learner))
-    }
-
-    /// The name and incarnation of a learner that has joined through this client.
-    pub fn identity(&self, learner: LearnerId) -> Option<(&str, Incarnation)> {
-        let known = self.learners.get(&learner)?;
-        Some((known.name.as_deref()?, known.state.incarnation))
-    }
-
     /// Whether staged blocks of `learner` may still be on their way for a plan that was dropped. The caller must not write
     /// that memory again. The second call returns false. In one process it is always false: whoever reads staged memory asks
     /// afterwards whether the plan is still under way.
@@ -175,97 +149,11 @@ impl ClientCore {
         (known.sends_for.take().is_some() | std::mem::take(&mut known.strays)) && !self.way.is_in_place()
     }
 
-    /// Whether the learner has a contribution open.
-    pub fn is_writing(&self, learner: LearnerId) -> bool {
-        let open = self.learners.get(&learner).and_then(|known| known.open.as_ref());
-        open.is_some_and(|open| !self.is_committing(learner, open.step))
-    }
-
-    /// The next step of `learner`, and whether the last step's payload may still be needed. None if this client does
-    /// not know it: the last commit has no outcome yet, or the learner is not its own.
-    pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
-        let step = self.learners.get(&learner)?.next.1?;
-        let lent = self.held.range((learner, Step(0))..=(learner, Step(u64::MAX))).next().is_some();
-        Some((step, lent))
-    }
-
-    /// Whether the last commit of `learner` is part of a version, here or not yet here.
-    pub(super) fn is_published(&self, learner: LearnerId) -> bool {
-        let known = self.learners.get(&learner);
-        known.is_some_and(|known| known.state.step >= known.committed && !known.state.unpublished)
-    }
-
-    /// A version here with this step of `learner`: the step's own, or that of a later step.
-    pub fn published_in(&self, learner: LearnerId, step: Step) -> Option<Version> {
-        let state = &self.learners.get(&learner)?.state;
-        let is_published = state.step > step || state.step == step && !state.unpublished;
-        Some(state.published_in).filter(|version| is_published && *version <= self.version())
-    }
-
-    /// Where the last commit of `learner` is. If the job's settings are that learners do not wait for their own steps, it
-    /// is as if there was none.
-    pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
-        let known = self.learners.get(&learner).filter(|_| self.state.controls.reads_own_step());
-        let Some(Learner { state, .. }) = known else { return LastCommit::In(Version(0)) };
-        match self.is_published(learner) && state.published_in <= self.version() {
-            true => LastCommit::In(state.published_in),
-            false => LastCommit::Waits,
-        }
-    }
-
     /// The program of `learner` has opened this version.
     pub fn has_opened(&mut self, learner: LearnerId, version: Version) {
         if let Some(known) = self.learners.get_mut(&learner) {
             known.opened = Some(version);
         }
-    }
-
-    /// The last step of `learner` that the coordinator has taken, as far as this client knows.
-    pub fn taken_step(&self, learner: LearnerId) -> Option<Step> {
-        self.learners.get(&learner).map(|known| known.state.step)
-    }
-
-    /// The version that the program of `learner` has last opened.
-    pub fn last_opened(&self, learner: LearnerId) -> Option<Version> {
-        self.learners.get(&learner)?.opened
-    }
-
-    /// Opens the next contribution of `learner`. If this client knows its step, it answers at once and informs the
-    /// coordinator in parallel.
-    pub fn open(
-        &mut self,
-        token: Token,
-        learner: LearnerId,
-        deadline: Now,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        match self.open_known(learner, deadline, now, actions) {
-            Some((step, staging_lent)) => {
-                actions.push(Action::Answer(token, Ok(Message::Opened { step, staging_lent })));
-            }
-            None => self.request(token, Message::Open { learner }, deadline, now, actions),
-        }
-    }
-
-    /// Like [`Self::open`], if this client knows the step. Returns the step, and whether the staging memory is still
-    /// lent.
-    pub fn open_known(
-        &mut self,
-        learner: LearnerId,
-        deadline: Now,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) -> Option<(Step, bool)> {
-        let known = self.next_step(learner)?;
-        self.opened(learner, known.0, actions);
-        let message = Message::Open { learner };
-        // In one process no message is lost, so none has to be answered.
-        match self.way.is_in_place() {
-            true => self.notify(message, actions),
-            false => self.request(Token::MAX, message, deadline.max(now + BESIDE), now, actions),
-        }
-        Some(known)
     }
 
     /// The contribution to `step` is open, and may have been open before. The coordinator decides this. It holds even

@@ -6,9 +6,9 @@ use fixedbitset::FixedBitSet;
 
 use super::pull_times::PullReport;
 use super::waits::{Awaits, Wait};
-use super::{Action, ClientCore, LastCommit, Now};
+use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_map::PartitionIndex;
-use crate::vocabulary::controls::{NonFinite, PullPolicy};
+use crate::vocabulary::controls::{Consistency, NonFinite, PullPolicy};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Version};
 use crate::wire::Message;
 
@@ -151,18 +151,9 @@ impl ClientCore {
     }
 
     /// Whether there is a newer version than the one that is shown, and nothing is being pulled.
-    fn can_pull(&self) -> bool {
+    pub(super) fn can_pull(&self) -> bool {
         let is_shown = self.buffers.shown().is_some_and(|shown| self.state.version <= shown);
         self.pull.is_none() && self.buffers.is_idle() && self.state.sequence != 0 && !is_shown
-    }
-
-    /// The policy in force.
-    pub(super) fn pull_policy(&self) -> PullPolicy {
-        match self.way.is_in_place() {
-            // Nothing is transferred.
-            true => PullPolicy::Eager,
-            false => self.pull_times.policy().unwrap_or_else(|| self.state.controls.pull_policy()),
-        }
     }
 
     /// When to pull the newest version, if that is not yet due.
@@ -171,45 +162,9 @@ impl ClientCore {
         waits.then(|| self.due())
     }
 
-    fn due(&self) -> Now {
+    pub(super) fn due(&self) -> Now {
         // Without learners no newer version comes.
         if self.state.members == 0 { Now::ZERO } else { self.pull_times.due() }
-    }
-
-    /// The version that a program gets if it opens the newest one now. An open may have to wait for it.
-    pub fn offered_version(&self) -> Version {
-        match self.pull_policy() {
-            // A version that cannot come now is not offered.
-            PullPolicy::OnDemand if !self.reach.misses_a_shard() => self.state.version.max(self.version()),
-            PullPolicy::OnDemand | PullPolicy::Eager | PullPolicy::Adaptive => self.version(),
-        }
-    }
-
-    /// Whether an open as `learner`, or as none, shows what it must: the learner's own step, and [`Self::must_show`].
-    pub fn freshness(&self, learner: Option<LearnerId>) -> LastCommit {
-        let newest = self.must_show(learner);
-        match learner.map_or(LastCommit::In(Version(0)), |learner| self.last_commit(learner)) {
-            LastCommit::In(_) if newest > Some(self.version()) => LastCommit::Waits,
-            // The version that was newest when its name was looked up may be an older one.
-            LastCommit::In(_) if newest.is_some() => LastCommit::In(self.version()),
-            own => own,
-        }
-    }
-
-    /// The version that an open as `learner`, or as none, must show beside the learner's own step: the newest one that is
-    /// known if versions are pulled on demand, or if nobody pulls in time for a program that is no learner.
-    pub(super) fn must_show(&self, learner: Option<LearnerId>) -> Option<Version> {
-        let must = match self.pull_policy() {
-            PullPolicy::Eager => false,
-            PullPolicy::OnDemand => true,
-            PullPolicy::Adaptive => learner.is_none() && !self.pull_times.serves(None) && self.reaches_all(),
-        };
-        must.then(|| self.state.version.max(self.version()))
-    }
-
-    /// Whether the coordinator and all shards are connected.
-    pub fn reaches_all(&self) -> bool {
-        self.coordination.is_up() && self.owners.are_all_up()
     }
 
     /// A program opens the version that is shown, as this learner or as none.
@@ -380,15 +335,20 @@ impl ClientCore {
         wanted
     }
 
-    /// The client shows this version from now on.
-    pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
-        let was_pulled = self.buffers.show(version);
-        self.pull_times.caught_up();
-        self.waits.has_memory();
-        if was_pulled {
-            self.pull_times.ended(now);
-        }
-        self.start_pull(now, actions);
-        self.answer_waits(now, actions);
+    /// Begins to pull the version that the plan under way makes, before it is certain that the plan makes one.
+    pub(super) fn follow(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let Some(plan) = self.followable() else { return };
+        self.pull_times.began_ahead(now);
+        self.pull = Some(Pull::new(self.state.version.next(), self.owners.owned(), Some(plan), now));
+        actions.extend(self.owners.partitions().map(Action::Wake));
+    }
+
+    /// Whether the policy, or a request that waits, wants what is followed now.
+    pub(super) fn is_wanted_ahead(&mut self, now: Now) -> bool {
+        // Where learners wait for each other, no newer version can come meanwhile.
+        let is_last = self.state.controls.consistency == Consistency::Sync
+            && self.pull_policy() == PullPolicy::Adaptive
+            && self.outgoing.as_ref().is_some_and(|outgoing| !outgoing.is_provisional());
+        is_last || self.is_wanted(now)
     }
 }

@@ -29,7 +29,7 @@ pub(super) struct Outgoing {
     /// Blocks that were sent, perhaps in vain.
     pub(super) sent: FixedBitSet,
     /// The form in which blocks cross a network by TCP. `None`: in full. A new setting counts from the next plan.
-    coding: Option<Coding>,
+    pub(super) coding: Option<Coding>,
 }
 
 impl Outgoing {
@@ -545,23 +545,6 @@ impl ClientCore {
             self.release_left(actions);
             self.release_weights(actions);
         }
-    }
-
-    /// Whether something on its way to or from a shard was lost, or does not progress. Then all working connections
-    /// are used.
-    pub fn struggles(&self, partition: PartitionIndex) -> bool {
-        self.outgoing.as_ref().is_some_and(|outgoing| outgoing.partitions[partition].struggles)
-            || self.pull.as_ref().is_some_and(|pull| pull.partitions[partition].struggles)
-    }
-
-    /// The plan under way, and what it is made of.
-    pub fn outgoing(&self) -> Option<(PlanId, &Granted)> {
-        self.outgoing.as_ref().map(|outgoing| (outgoing.plan, &outgoing.payload))
-    }
-
-    /// The form in which blocks of the plan under way cross a network by TCP, if not in full.
-    pub fn coding(&self) -> Option<Coding> {
-        self.outgoing.as_ref()?.coding
     }
 
     /// Whether the contribution to `step` holds `block`. True for all blocks of new weights.

@@ -3,11 +3,11 @@
 //! Joining and leaving end as soon as the coordinator is known to be away: the kernel locks a directory for as long as
 //! they last. Other calls that need a shard wait for it for the setting `shard_patience`.
 
-use super::{Action, ClientCore, Now, Token};
+use super::{ClientCore, Now, Token};
 use crate::vocabulary::ids::ShardId;
 use crate::vocabulary::phase::AWAY;
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::{Message, Refusal};
+use crate::wire::Message;
 
 /// The token of no new weights. Who takes these back asks for nothing but an answer, which comes behind the settings that
 /// were in force by then.
@@ -71,7 +71,7 @@ impl ClientCore {
     }
 
     /// Why a request does not wait for its answer any more.
-    fn ends(&self, message: &Message, now: Now) -> Option<ShardError> {
+    pub(super) fn ends(&self, message: &Message, now: Now) -> Option<ShardError> {
         let coordinator = self.reach.coordinator.filter(|_| self.lost().is_none());
         match message {
             Message::Join { .. } | Message::Leave { .. } => {
@@ -93,25 +93,6 @@ impl ClientCore {
         let is_beside =
             token == Token::MAX || matches!(message, Message::Leave { .. } | Message::Abort { .. });
         if is_beside { None } else { self.ends(message, now) }
-    }
-
-    /// Ends the requests that need a shard which has been out of reach for too long.
-    pub(super) fn tick_reach(&mut self, now: Now, actions: &mut Vec<Action>) {
-        if !self.reach.misses_a_shard() {
-            return;
-        }
-        let waiting = self.requests.iter().filter(|(_, request)| request.token != Token::MAX);
-        let ended = waiting.filter_map(|(id, request)| Some((id, self.ends(&request.message, now)?)));
-        for (id, why) in ended.collect::<Vec<_>>() {
-            match self.requests.get_mut(id) {
-                Some(request) if matches!(request.message, Message::Leave { .. }) => {
-                    let token = std::mem::replace(&mut request.token, Token::MAX);
-                    request.deadline = Now::MAX;
-                    actions.push(Action::Answer(token, Err(Refusal::Shard(why))));
-                }
-                _ => self.give_up(id, why, actions),
-            }
-        }
     }
 }
 

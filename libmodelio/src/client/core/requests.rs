@@ -27,6 +27,9 @@ pub(super) struct Request {
 /// The time that a withdrawn call still waits for the coordinator's answer.
 const WITHDRAWN: Duration = Duration::from_millis(400);
 
+/// The deadline of requests that the client has already answered itself.
+const BESIDE: Duration = Duration::from_secs(30);
+
 impl Request {
     /// The core's own, whose answer nobody waits for.
     fn own(message: Message, deadline: Now, now: Now) -> Request {
@@ -99,6 +102,11 @@ impl Requests {
     /// The number up to which the coordinator was told that all requests have answers.
     pub(super) fn acked_through(&self) -> u64 {
         self.acked_through
+    }
+
+    /// The number of the newest request.
+    pub(super) fn newest(&self) -> u64 {
+        self.next - 1
     }
 
     /// Whether the coordinator is to be told that more requests have answers.
@@ -248,33 +256,6 @@ impl ClientCore {
     pub(super) fn found(&mut self) {
         if let Some(before) = self.coordination.find() {
             self.state.phase = before;
-        }
-    }
-
-    /// Whether the job has lost its coordinator ([`Self::fail`]). The coordinator may have reported a failed job
-    /// before that.
-    pub fn is_abandoned(&self) -> bool {
-        self.coordination.lost().is_some()
-    }
-
-    /// Why requests fail, if the job has lost a shard's blocks.
-    pub fn lost(&self) -> Option<ShardError> {
-        let failed = || ShardError::Lost("a shard does not have its blocks any more".into());
-        self.coordination.lost().cloned().or_else(|| (self.state.phase == JobPhase::Failed).then(failed))
-    }
-
-    /// The numbers of the client's requests, for the coordinator.
-    pub(super) fn numbers(&self) -> Action {
-        Action::ToCoordinator(
-            0,
-            Message::AckThrough { request: self.requests.acked_through, newest: self.requests.next - 1 },
-        )
-    }
-
-    /// Sends a message that has no answer.
-    pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
-        if self.coordination.is_up() {
-            actions.push(Action::ToCoordinator(0, message));
         }
     }
 
@@ -512,5 +493,62 @@ impl ClientCore {
         self.release_left(actions);
         self.release_weights(actions);
         actions.push(Action::Answer(request.token, Err(why.into())));
+    }
+
+    /// Ends the requests that need a shard which has been out of reach for too long.
+    pub(super) fn tick_reach(&mut self, now: Now, actions: &mut Vec<Action>) {
+        if !self.reach.misses_a_shard() {
+            return;
+        }
+        let waiting = self.requests.iter().filter(|(_, request)| request.token != Token::MAX);
+        let ended = waiting.filter_map(|(id, request)| Some((id, self.ends(&request.message, now)?)));
+        for (id, why) in ended.collect::<Vec<_>>() {
+            match self.requests.get_mut(id) {
+                Some(request) if matches!(request.message, Message::Leave { .. }) => {
+                    let token = std::mem::replace(&mut request.token, Token::MAX);
+                    request.deadline = Now::MAX;
+                    actions.push(Action::Answer(token, Err(Refusal::Shard(why))));
+                }
+                _ => self.give_up(id, why, actions),
+            }
+        }
+    }
+
+    /// Opens the next contribution of `learner`. If this client knows its step, it answers at once and informs the
+    /// coordinator in parallel.
+    pub fn open(
+        &mut self,
+        token: Token,
+        learner: LearnerId,
+        deadline: Now,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        match self.open_known(learner, deadline, now, actions) {
+            Some((step, staging_lent)) => {
+                actions.push(Action::Answer(token, Ok(Message::Opened { step, staging_lent })));
+            }
+            None => self.request(token, Message::Open { learner }, deadline, now, actions),
+        }
+    }
+
+    /// Like [`Self::open`], if this client knows the step. Returns the step, and whether the staging memory is still
+    /// lent.
+    pub fn open_known(
+        &mut self,
+        learner: LearnerId,
+        deadline: Now,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) -> Option<(Step, bool)> {
+        let known = self.next_step(learner)?;
+        self.opened(learner, known.0, actions);
+        let message = Message::Open { learner };
+        // In one process no message is lost, so none has to be answered.
+        match self.way.is_in_place() {
+            true => self.notify(message, actions),
+            false => self.request(Token::MAX, message, deadline.max(now + BESIDE), now, actions),
+        }
+        Some(known)
     }
 }

@@ -5,7 +5,6 @@ use std::time::Duration;
 use super::{Action, ClientCore, LastCommit, Now, Token};
 use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{LearnerId, Version};
-use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::shard_error::ShardError;
 
 const BEING_MADE: &str = "the contribution is taken, but its version is still being made";
@@ -217,10 +216,15 @@ impl ClientCore {
         }
     }
 
-    /// Why requests fail at the moment, if the job is stopped.
-    pub fn stopped(&self) -> Option<ShardError> {
-        let needed = self.state.controls.min_learners;
-        (self.state.phase == JobPhase::Stopped)
-            .then_some(ShardError::Stopped { active: self.state.members, needed })
+    /// The client shows this version from now on.
+    pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
+        let was_pulled = self.buffers.show(version);
+        self.pull_times.caught_up();
+        self.waits.has_memory();
+        if was_pulled {
+            self.pull_times.ended(now);
+        }
+        self.start_pull(now, actions);
+        self.answer_waits(now, actions);
     }
 }

@@ -184,18 +184,6 @@ impl PartitionCore {
         Ok(())
     }
 
-    /// Nothing is left to do for a plan that counts.
-    pub(super) fn is_concluded(&mut self, plan: &PartitionPlan, actions: &mut Vec<Action>) {
-        let id = plan.id;
-        if plan.work.makes_version() {
-            self.version = self.version.next();
-            self.readers.made(id, self.version);
-        }
-        self.concluded = Some(id);
-        self.readers.concluded(id);
-        actions.extend([Action::Conclude(id), Action::Done(id)]);
-    }
-
     /// Drops the plan. If it has not begun here, it never will. A repeated order is answered again.
     ///
     /// # Errors

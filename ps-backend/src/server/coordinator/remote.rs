@@ -164,14 +164,7 @@ impl RemoteShard {
 }
 
 impl Coordinator {
-    /// Connects. This may take a while unless the address is known.
-    pub(super) fn connect(&self, index: usize, remote: &Arc<RemoteShard>) {
-        if let Err(why) = self.try_connect(index, remote) {
-            remote.is_lost(why, self.now());
-        }
-    }
-
-    fn try_connect(&self, index: usize, remote: &Arc<RemoteShard>) -> Result<(), String> {
+    pub(super) fn try_connect(&self, index: usize, remote: &Arc<RemoteShard>) -> Result<(), String> {
         const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
         let network = self.network.as_ref().ok_or("the model has no shards elsewhere")?;
         let address = remote.find(|shard| (network.resolve)(shard))?;

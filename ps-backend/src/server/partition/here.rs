@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use libmodelio::transport::local::{Mail, MailboxEnd, Pushed, SharedBlock, SharedPayload};
+use libmodelio::transport::local::{Mail, Mailbox, MailboxEnd, Pushed, SharedBlock, SharedPayload};
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::Version;
 use smallvec::SmallVec;
 
 use super::reservation::{INLINE, Reserved, Room, Sender};
-use super::{Partition, PartitionState};
+use super::{Partition, PartitionState, ToCoordinator};
 use crate::partition::store::{BlockInput, Limits, PartitionStore, Payload, PinnedVersion};
 
 /// The partition's state for a client in this process.
@@ -95,6 +95,14 @@ impl PartitionState {
             && let Some(mailbox) = self.mailbox()
         {
             mailbox.put(MailboxEnd::Partition, MailboxEnd::Client, Mail::Retry);
+        }
+    }
+
+    /// The mailbox to a coordinator in this process.
+    pub(super) fn mailbox(&self) -> Option<Arc<Mailbox>> {
+        match &self.coordinator {
+            Some(ToCoordinator::Here(mailbox)) => Some(Arc::clone(mailbox)),
+            _ => None,
         }
     }
 }

@@ -461,6 +461,11 @@ impl Reservation {
         }
         self.partition.act(state, actions);
     }
+
+    /// Like [`Reservation::complete`], for a lent payload.
+    pub(in crate::server) fn complete_lent(self, lent: &Lent) -> Result<(), Refusal> {
+        self.complete(lent.bytes(), || lent.stands())
+    }
 }
 
 impl Drop for Reservation {

@@ -11,7 +11,6 @@ use libmodelio::transport::frames::Link;
 use libmodelio::transport::shm::{BorrowedRange, Descriptors};
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
-use libmodelio::wire::Refusal;
 use smallvec::SmallVec;
 
 use super::super::{Partition, PartitionState};
@@ -28,7 +27,7 @@ pub(in crate::server) struct Lent {
 }
 
 impl Lent {
-    fn bytes(&self) -> &[u8] {
+    pub(super) fn bytes(&self) -> &[u8] {
         // SAFETY: the kernels only add the bytes and check whether they are finite. Their control flow depends on the
         // length alone.
         unsafe { self.piece.bytes() }
@@ -102,11 +101,6 @@ impl Partition {
 }
 
 impl Reservation {
-    /// Like [`Reservation::complete`], for a lent payload.
-    pub(in crate::server) fn complete_lent(self, lent: &Lent) -> Result<(), Refusal> {
-        self.complete(lent.bytes(), || lent.stands())
-    }
-
     /// Takes the kept payloads for a pass with this one. None if the pass would break the order of addition, because one of
     /// them has gone.
     pub(super) fn take_kept(&mut self) -> Result<Option<Together>, PartitionError> {

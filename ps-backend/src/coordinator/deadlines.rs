@@ -1,0 +1,33 @@
+//! The passing of time.
+
+use libmodelio::vocabulary::shard_error::ShardError;
+
+use super::plans::Run;
+use super::{Action, CoordinatorCore, REPEAT};
+use crate::core::Now;
+
+impl CoordinatorCore {
+    /// The latest moment for the next [`Self::tick`].
+    pub fn next_deadline(&self) -> Now {
+        let repeat = self.run.as_ref().map(Run::repeat_at);
+        let core = [self.core.next_deadline(), self.core.next_overdue()];
+        let deadlines = [Some(self.states.sent_at() + REPEAT), repeat].into_iter().chain(core);
+        deadlines.flatten().min().unwrap_or(Now::MAX)
+    }
+
+    /// Time passes. Handles deadlines and leases, and repeats messages.
+    pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.expire_clients(now, actions);
+        let mut wanted = Vec::new();
+        self.core.tick(now, &mut wanted);
+        self.perform(wanted, now, actions);
+        for learner in self.core.overdue(now) {
+            let late = "a shard has not read the contribution in time: it is dropped";
+            self.reclaim(learner, ShardError::TimedOut(late.into()), now, actions);
+        }
+        self.repeat(now, actions);
+        if now >= self.states.sent_at() + REPEAT {
+            self.resend_states(now, actions);
+        }
+    }
+}

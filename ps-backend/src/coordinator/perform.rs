@@ -1,0 +1,60 @@
+//! The actions of the job's core, carried out.
+
+use std::collections::VecDeque;
+
+use libmodelio::wire::Message;
+
+use super::made_from::MadeFrom;
+use super::{Action, CoordinatorCore};
+use crate::core::{self, Now};
+
+impl CoordinatorCore {
+    /// Carries out the core's actions until none is left.
+    pub(in crate::coordinator) fn perform(
+        &mut self,
+        wanted: Vec<core::Action>,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let mut wanted = VecDeque::from(wanted);
+        let mut answers = Vec::new();
+        while let Some(action) = wanted.pop_front() {
+            match action {
+                core::Action::Reply(ticket, result) => {
+                    if let Some((client, asked)) = self.tickets.take(ticket) {
+                        let answer = match result {
+                            Ok(()) => Message::Done,
+                            Err(error) => Message::Refused(error.with_away(self.health.away()).into()),
+                        };
+                        answers.push((client, asked, answer));
+                    }
+                }
+                core::Action::Published(version) => {
+                    self.states.outdated();
+                    self.made_from = MadeFrom::of(self.run.as_ref());
+                    actions.push(Action::Published(version));
+                }
+                core::Action::Left { learner, reason } => {
+                    self.states.outdated();
+                    let owner = self.owners.remove(&learner);
+                    if let Some(owner) = owner
+                        && let Some(client) = self.clients.get_mut(&owner)
+                    {
+                        client.forget(learner);
+                        actions.push(Action::ToClient(owner, 0, Message::Left { learner, reason }));
+                    }
+                }
+                core::Action::Seal(plan) => self.seal(plan, now, actions),
+                core::Action::Drop => self.drop_work(core::JobPlan::is_provisional, now, actions),
+                core::Action::Begin(plan) => self.want(plan, now, actions),
+            }
+        }
+        if self.states.take_outdated() {
+            self.send_state_to_all(now, actions);
+        }
+        // Answers go after the state: a client that has its answer must know the outcome.
+        for (client, asked, answer) in answers {
+            self.answer(client, asked, answer, actions);
+        }
+    }
+}
