@@ -50,10 +50,10 @@ fn contribute(learner: &Learner, bytes: &[u8]) {
 }
 
 pub fn halves_are_added_up_in_full_precision(way: &Way) {
-    let site = way.job_of(mixed(), &[("reducer", "sum"), ("learners", "2")]);
+    let site = way.job_of(mixed(), &[("reducer", "sum"), ("learners", "3")]);
     let [a, b] = site.two_ends();
     let layout = a.job.layout();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (one, other, third) = (a.join("a"), b.join("b"), a.join("c"));
     // What a half does not have is kept all the same: fp16 has nothing between 2048 and 2050, bf16 nothing to 2064.
     // E4M3 has nothing between 8 and 9, and E5M2 nothing to 10.
     let steps = [2047.0, 0.25, 0.25, 8.0];
@@ -61,9 +61,11 @@ pub fn halves_are_added_up_in_full_precision(way: &Way) {
     for step in steps {
         contribute(&one, &bytes(layout, step, 0x5a));
         contribute(&other, &bytes(layout, 0.5, 0xa5));
-        sum += step + 0.5;
+        // A client may add up what its own learners contribute.
+        contribute(&third, &bytes(layout, 0.25, 0x3c));
+        sum += step + 0.75;
         version += 1;
-        for learner in [&one, &other] {
+        for learner in [&one, &other, &third] {
             assert_eq!(learner.pull(), version);
             let (_, weights) = learner.end.bytes();
             // bf16 does not have 2047 itself.
@@ -78,7 +80,7 @@ pub fn halves_are_added_up_in_full_precision(way: &Way) {
             assert!(weights[brain].chunks(2).all(|weight| weight == in_full), "bf16 in version {version}");
         }
     }
-    assert_eq!(sum, 2057.5);
+    assert_eq!(sum, 2058.5);
 }
 
 pub fn reducers_compute_their_formulas(way: &Way) {

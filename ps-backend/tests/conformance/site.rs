@@ -2,7 +2,7 @@
 
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
@@ -23,6 +23,7 @@ use ps_backend::device::Accelerator;
 use ps_backend::partition::executor::Pool;
 use ps_backend::server::local;
 
+pub use crate::world::until;
 use crate::world::{self, World};
 use test_devices::software_device::{Software, software};
 
@@ -184,16 +185,6 @@ pub fn timed_out(result: Result<Reply, ShardError>) {
 #[track_caller]
 pub fn is_unknown(result: Result<Reply, ShardError>, learner: LearnerId) {
     assert_eq!(result.unwrap_err(), ShardError::UnknownLearner(learner));
-}
-
-/// Waits until something is so.
-#[track_caller]
-pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + LONG;
-    while !is_so() {
-        assert!(Instant::now() < deadline, "it does not come about: {what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }
 
 /// An end of a job: what a mount has of it.

@@ -22,16 +22,16 @@ use libmodelio::wire::{
     Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest, Role, ShardRecord,
 };
 
-use crate::scripted_shard::{BYTES, LEARNER, ScriptedShard, moved_to, record, until};
-use crate::world::{LONG, Way, World, ask, is_unreachable};
+use crate::scripted_shard::{BYTES, LEARNER, ScriptedShard, moved_to, record};
+use crate::world::{Client, LONG, Way, World, ask, is_unreachable, until};
 
 fn options() -> ClientOptions {
     ClientOptions { transport: TransportChoice::Tcp, ..ClientOptions::default() }
 }
 
-fn connect(at: &ScriptedShard, options: ClientOptions) -> Result<Job, ClientError> {
+fn connect(at: &ScriptedShard, options: ClientOptions) -> Result<Client, ClientError> {
     let epoch = at.with(|script| script.epoch);
-    Job::connect(&record(at.record.shard, epoch), std::slice::from_ref(&at.record), options)
+    Job::connect(&record(at.record.shard, epoch), std::slice::from_ref(&at.record), options).map(Client::of)
 }
 
 /// Joining ends where the coordinator is away. Whoever asks again joins once it is there.
@@ -89,7 +89,6 @@ fn a_client_goes_where_its_model_goes_and_asks_there_again() {
     assert_eq!(second.controls(), 1, "its connection is left alone");
     assert!(is_at(&client, &second));
     join(&client);
-    client.shut_down();
 }
 
 #[test]
@@ -109,7 +108,6 @@ fn a_greeting_under_an_older_map_is_redirected() {
     join(&client);
     assert!(is_at(&client, &second));
     assert_eq!(second.controls(), 1, "the connection goes on");
-    client.shut_down();
 }
 
 #[test]
@@ -154,7 +152,6 @@ fn word_of_a_move_that_makes_no_sense_is_not_followed() {
         liar.stop();
     }
     assert_eq!(second.with(|script| script.greeted.len()), 0);
-    client.shut_down();
 }
 
 /// A registry of one model.
@@ -216,11 +213,10 @@ fn where_a_model_is_whose_shards_are_gone_is_found_in_the_registry() {
     assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
     assert_eq!(table.asked.load(Ordering::Relaxed), 2);
     until("all are there", || is_at(&client, &second));
-    client.shut_down();
 }
 
 /// A client that asks a registry which says this.
-fn asking(at: &ScriptedShard, records: Vec<ModelRecord>, shards: &[&ScriptedShard]) -> (Job, Arc<Table>) {
+fn asking(at: &ScriptedShard, records: Vec<ModelRecord>, shards: &[&ScriptedShard]) -> (Client, Arc<Table>) {
     let table = Table::of(records, shards.iter().map(|hand| hand.record.clone()).collect());
     let registry = Some(Arc::clone(&table) as Arc<dyn Registry>);
     (connect(at, ClientOptions { registry, ..options() }).unwrap(), table)
@@ -252,7 +248,6 @@ fn a_shard_that_lies_about_where_the_model_is_is_not_followed() {
     until("it is where the registry says", || is_at(&client, &second));
     join(&client);
     assert_eq!(liar.with(|script| script.greeted.len()), 0, "nobody was led astray");
-    client.shut_down();
 }
 
 #[test]
@@ -265,7 +260,6 @@ fn a_word_that_the_registry_confirms_is_followed_at_once() {
     until("it is there", || is_at(&client, &second));
     // Silence would have it ask again.
     assert_eq!(table.asked.load(Ordering::Relaxed), 1, "one question");
-    client.shut_down();
 }
 
 #[test]
@@ -285,7 +279,6 @@ fn without_a_registry_in_reach_a_shards_word_counts_until_the_registry_says() {
     // Though its map is the older one.
     until("it is where the registry says", || is_at(&client, &first));
     join(&client);
-    client.shut_down();
 }
 
 #[test]
@@ -309,7 +302,7 @@ fn shared_memory_alone_does_not_follow_to_another_host_and_says_so() {
         let moved = ModelRecord { epoch: Epoch(2), owners, coordinator: ShardId(9), ..world.record.clone() };
         let table = Table::of(vec![moved], vec![second.record.clone()]);
         let options = ClientOptions { transport, registry: Some(table), ..ClientOptions::default() };
-        let client = Job::connect(&world.record, &world.shards(), options).unwrap();
+        let client = Client::of(Job::connect(&world.record, &world.shards(), options).unwrap());
         assert_eq!(client.shards()[0].transport, TransportKind::SharedMemory);
         drop(world);
         until("it has heard of the move", || client.shards()[0].shard == ShardId(9));
@@ -328,6 +321,5 @@ fn shared_memory_alone_does_not_follow_to_another_host_and_says_so() {
             let answer = commit(&client, Duration::from_millis(200)).recv_timeout(LONG).unwrap();
             assert!(matches!(answer, Err(Refusal::Shard(ShardError::TimedOut(_)))), "{answer:?}");
         }
-        client.shut_down();
     }
 }
