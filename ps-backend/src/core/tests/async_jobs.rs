@@ -5,14 +5,12 @@ use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Id, Uid, blocks, ok, open};
+use super::bench::{Bench, Id, Uid, blocks, early_job, joined, ok, open};
 
 fn job(names: &[&str]) -> (Bench, Vec<Id>) {
-    let mut bench = Bench::new(&[("consistency", "async"), ("patience", "1")]).in_process();
-    let ids: Vec<Id> = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    for id in &ids {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let bench = Bench::new(&[("consistency", "async"), ("patience", "1")]).in_process();
+    let (mut bench, ids) = joined(bench, names);
+    bench.attach(&ids);
     (bench, ids)
 }
 
@@ -101,8 +99,7 @@ fn nothing_is_taken_before_the_job_is_formed() {
 
 #[test]
 fn consistency_changes_between_contributions_only() {
-    let mut bench = Bench::new(&[("learners", "2")]).in_process();
-    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
+    let (mut bench, ids) = early_job("2", &["a", "b"]);
     let (of_b, _) = commit(&mut bench, ids[1], 1_000);
     let (step, a) = open(&mut bench, ids[0]);
     assert!(bench.comes(ids[0].0, a, 1));
@@ -115,16 +112,6 @@ fn consistency_changes_between_contributions_only() {
     let (next, _) = commit(&mut bench, ids[1], 1_000);
     bench.reduce_done(true);
     assert_eq!(bench.versions_of(&[next]), [Some(Version(2))]);
-}
-
-#[test]
-fn asynchronous_frees_a_step_that_waits() {
-    let mut bench = Bench::new(&[("learners", "2")]);
-    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
-    let (a, _) = commit(&mut bench, ids[0], 1_000);
-    bench.set("consistency", "async");
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
 }
 
 #[test]

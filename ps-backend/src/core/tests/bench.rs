@@ -15,7 +15,7 @@ use libmodelio::vocabulary::groups::{AveragedMark, Contents, GroupId};
 use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::DType;
-use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorNorms, TensorSquares};
 use libmodelio::vocabulary::reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
@@ -144,12 +144,6 @@ impl Bench {
             accumulated: BTreeSet::new(),
             gone: BTreeSet::new(),
         }
-    }
-
-    /// A bench whose core waits for this long before it accumulates.
-    pub fn patient(settings: &[(&str, &str)], millis: u64) -> Bench {
-        let bench = Bench::new(settings);
-        Bench { core: bench.core.with_accumulate_patience(Now::from_millis(millis)), ..bench }
     }
 
     /// Its core begins plans when their last contribution has a whole block, as in one process.
@@ -339,6 +333,11 @@ impl Bench {
 
     pub fn join(&mut self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
         self.call(|core, now, actions| core.join(name, now, actions))
+    }
+
+    /// A process of each is known to use it.
+    pub fn attach(&mut self, ids: &[Id]) {
+        ids.iter().for_each(|id| self.core.touch(id.0, Some(Attached::Yes), self.now));
     }
 
     pub fn leave(&mut self, learner: LearnerId) {
@@ -706,7 +705,24 @@ pub type Id = (LearnerId, Incarnation);
 
 /// A synchronous job of `learners`, in which `names` have joined.
 pub fn job(learners: &str, names: &[&str]) -> (Bench, Vec<Id>) {
-    let mut bench = Bench::new(&[("learners", learners)]);
+    joined(Bench::new(&[("learners", learners)]), names)
+}
+
+/// A job of all of these.
+pub fn formed(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
+    let learners = [("learners", &*names.len().to_string())];
+    joined(Bench::new(&[&learners, settings].concat()), names)
+}
+
+/// The same, which waits for this long before it accumulates.
+pub fn patient(settings: &[(&str, &str)], names: &[&str], millis: u64) -> (Bench, Vec<Id>) {
+    let (bench, ids) = formed(settings, names);
+    let core = bench.core.with_accumulate_patience(Now::from_millis(millis));
+    (Bench { core, ..bench }, ids)
+}
+
+/// They join.
+pub fn joined(mut bench: Bench, names: &[&str]) -> (Bench, Vec<Id>) {
     let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
     (bench, ids)
 }

@@ -6,14 +6,10 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{BLOCKS, Bench, Id, blocks, everything, ok, open};
+use super::bench::{BLOCKS, Bench, Id, blocks, everything, formed, ok, open};
 
 fn job(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let mut bench = Bench::new(&[("clip_norm", "1"), ("learners", &learners)]);
-    settings.iter().for_each(|(name, value)| bench.set(name, value));
-    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    (bench, ids)
+    formed(&[&[("clip_norm", "1")], settings].concat(), names)
 }
 
 /// How many contributions are being added up.
@@ -42,14 +38,17 @@ fn all_sums_are_measured_before_a_version_is_made() {
 }
 
 #[test]
-fn no_plan_begins_while_a_contribution_is_written() {
-    let (bench, ids) = job(&[], &["a"]);
-    let mut bench = bench.in_process();
-    let (step, uid) = open(&mut bench, ids[0]);
-    assert!(!bench.comes(ids[0].0, uid, 0));
-    bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
-    bench.finish_work();
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(1))]);
+fn no_plan_of_a_step_that_is_measured_begins_while_a_contribution_is_written() {
+    for (name, value) in [("clip_norm", "1"), ("tensors", "head reducer=lars")] {
+        let (bench, ids) = formed(&[], &["a"]);
+        let mut bench = bench.in_process();
+        bench.set(name, value);
+        let (step, uid) = open(&mut bench, ids[0]);
+        assert!(!bench.comes(ids[0].0, uid, 0), "{name}");
+        bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
+        bench.finish_work();
+        assert_eq!(bench.versions_of(&[uid]), [Some(Version(1))]);
+    }
 }
 
 #[test]

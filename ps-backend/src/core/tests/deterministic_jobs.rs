@@ -3,13 +3,11 @@
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::bench::{Bench, Id, Uid, blocks, everything, ok, open, uid};
+use super::bench::{Bench, Id, Uid, blocks, everything, formed, ok, open, uid};
 
 fn job(names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let mut bench = Bench::new(&[("deterministic", "true"), ("learners", &learners)]).in_process();
-    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    (bench, ids)
+    let (bench, ids) = formed(&[("deterministic", "true")], names);
+    (bench.in_process(), ids)
 }
 
 fn order(bench: &Bench) -> Vec<Uid> {

@@ -1,7 +1,7 @@
 //! On a network a contribution that is being written holds nobody up, though a plan has begun with its blocks.
 
 use libmodelio::vocabulary::ids::{Step, Version};
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::reducer::Reducer;
 
 use super::bench::{BLOCKS, Bench, Id, Uid, blocks, everything, ok, open};
@@ -132,9 +132,7 @@ fn settings_that_were_written_meanwhile_count_once_the_plan_has_given_way() {
 fn nobody_waits_for_a_learner_that_is_silent_for_long() {
     let (mut bench, slow, _) = writing(&[("consistency", "async"), ("patience", "1")]);
     let quick = bench.join("quick").unwrap();
-    for id in [slow, quick] {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    bench.attach(&[slow, quick]);
     let all = blocks(0..BLOCKS);
     for _ in 0..5 {
         let (step, uid) = open(&mut bench, quick);

@@ -1,21 +1,16 @@
 //! Promises of jobs whose versions wait a while for late contributions.
 
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::members::Attached;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{BLOCKS, Bench, Id, Uid, blocks, everything, ok, open};
+use super::bench::{BLOCKS, Bench, Id, Uid, blocks, everything, formed, ok, open};
 
 /// A formed job, in which nobody has contributed yet.
 fn grace(settings: &[(&str, &str)], consistency: &str, names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let first = [("consistency", consistency), ("learners", &learners[..]), ("lease", "10")];
-    let mut bench = Bench::new(&[&first, settings].concat());
-    let ids: Vec<Id> = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    for id in &ids {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let (mut bench, ids) =
+        formed(&[&[("consistency", consistency), ("lease", "10")], settings].concat(), names);
+    bench.attach(&ids);
     (bench, ids)
 }
 

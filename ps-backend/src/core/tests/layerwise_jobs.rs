@@ -5,13 +5,11 @@ use libmodelio::vocabulary::norm::Quantity;
 use libmodelio::vocabulary::phase::JobPhase;
 
 use super::super::*;
-use super::bench::{Bench, Id, blocks, everything, ok, open};
+use super::bench::{Bench, Id, everything, formed, ok};
 
 fn job(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let mut bench = Bench::new(&[("learners", &learners)]);
+    let (mut bench, ids) = formed(&[], names);
     settings.iter().for_each(|(name, value)| bench.set(name, value));
-    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
     (bench, ids)
 }
 
@@ -103,15 +101,4 @@ fn a_measuring_that_fails_is_done_again() {
     bench.accumulate_done(false);
     bench.finish_work();
     assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
-}
-
-#[test]
-fn no_plan_of_a_layerwise_step_begins_while_a_contribution_is_written() {
-    let (bench, ids) = job(&[("tensors", "head reducer=lars")], &["a"]);
-    let mut bench = bench.in_process();
-    let (step, uid) = open(&mut bench, ids[0]);
-    assert!(!bench.comes(ids[0].0, uid, 0));
-    bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
-    bench.finish_work();
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(1))]);
 }

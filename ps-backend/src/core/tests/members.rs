@@ -6,7 +6,7 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Id, Uid, blocks, early_job, everything, job, ok, open, payload};
+use super::bench::{Bench, Uid, blocks, early_job, everything, formed, job, ok, open, patient, payload};
 
 #[test]
 fn nothing_completes_before_the_job_is_formed() {
@@ -115,9 +115,8 @@ fn committed_contributions_are_published_when_all_have_left() {
 
 /// A version is being made of the contributions of learners that have all left. They are fewer than `min_learners`.
 fn left_while_it_is_made(steady: &[bool]) -> (Bench, Vec<Uid>) {
-    let learners = (steady.len() + 1).to_string();
-    let mut bench = Bench::patient(&[("learners", &learners), ("min_learners", &learners)], 100);
-    let ids: Vec<Id> = (0..=steady.len()).map(|at| bench.join(&format!("first-{at}")).unwrap()).collect();
+    let names = &["first", "second", "third"][..=steady.len()];
+    let (mut bench, ids) = patient(&[("min_learners", &names.len().to_string())], names, 100);
     let uids = ids.iter().zip(steady).map(|(id, steady)| everything(&mut bench, *id, *steady).0).collect();
     bench.leave(ids[steady.len()].0);
     assert!(bench.running.is_none(), "there are too few learners");
@@ -180,8 +179,7 @@ fn below_min_learners_everything_is_refused() {
 
 #[test]
 fn when_all_have_left_the_job_forms_anew() {
-    let mut bench = Bench::new(&[("learners", "2"), ("min_learners", "2")]);
-    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
+    let (mut bench, ids) = formed(&[("min_learners", "2")], &["a", "b"]);
     bench.leave(ids[0].0);
     bench.leave(ids[1].0);
     let c = bench.join("a").unwrap();
@@ -203,11 +201,8 @@ fn a_silent_learner_leaves_when_nobody_is_attached() {
 
 #[test]
 fn a_silent_learner_leaves_when_it_has_been_waited_for() {
-    let mut bench = Bench::new(&[("patience", "1"), ("learners", "2")]);
-    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
-    for id in ids {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let (mut bench, ids) = formed(&[("patience", "1")], &["a", "b"]);
+    bench.attach(&ids);
     bench.tick(900);
     let (a, _) = everything(&mut bench, ids[0], true);
     bench.tick(900);
@@ -221,11 +216,8 @@ fn a_silent_learner_leaves_when_it_has_been_waited_for() {
 #[test]
 fn patience_ends_for_a_learner_that_contributes_nothing_whatever_else_it_does() {
     for busy in ["opens and closes", "takes back", "takes back and goes on", "writes on"] {
-        let mut bench = Bench::new(&[("patience", "4"), ("learners", "2")]);
-        let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
-        for id in ids {
-            bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-        }
+        let (mut bench, ids) = formed(&[("patience", "4")], &["a", "b"]);
+        bench.attach(&ids);
         everything(&mut bench, ids[0], true);
         if busy == "writes on" {
             open(&mut bench, ids[1]);
@@ -255,11 +247,8 @@ fn patience_ends_for_a_learner_that_contributes_nothing_whatever_else_it_does() 
 
 #[test]
 fn others_wait_for_a_living_process_beyond_the_lease_and_for_nobody_else() {
-    let mut bench = Bench::new(&[("lease", "1"), ("patience", "600"), ("learners", "3")]);
-    let ids = ["a", "b", "c"].map(|name| bench.join(name).unwrap());
-    for id in &ids[..2] {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let (mut bench, ids) = formed(&[("lease", "1"), ("patience", "600")], &["a", "b", "c"]);
+    bench.attach(&ids[..2]);
     let (step, uid) = open(&mut bench, ids[0]);
     bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000_000);
     bench.tick(999);
@@ -274,9 +263,8 @@ fn others_wait_for_a_living_process_beyond_the_lease_and_for_nobody_else() {
 
 #[test]
 fn without_patience_others_wait_for_ever() {
-    let mut bench = Bench::new(&[("lease", "1"), ("patience", "0"), ("learners", "2")]);
-    let ids = ["a", "b"].map(|name| bench.join(name).unwrap());
-    ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+    let (mut bench, ids) = formed(&[("lease", "1"), ("patience", "0")], &["a", "b"]);
+    bench.attach(&ids);
     everything(&mut bench, ids[0], true);
     bench.tick(10_000_000);
     assert_eq!(bench.left, []);
@@ -287,7 +275,7 @@ fn a_learner_whose_last_process_has_exited_leaves_after_linger_when_others_wait_
     for consistency in ["sync", "quorum(3)", "ssp(0)"] {
         let (mut bench, ids) = job("3", &["a", "b", "c"]);
         bench.set("consistency", consistency);
-        ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+        bench.attach(&ids);
         // `a` ends, `b` only hangs.
         bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
         bench.tick(10_000);
@@ -352,7 +340,7 @@ fn a_learner_that_waits_for_others_does_not_linger() {
 #[test]
 fn how_many_have_not_joined_is_said_after_a_while() {
     let (mut bench, ids) = job("4", &["a", "b"]);
-    ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+    bench.attach(&ids);
     bench.set("linger", "1s");
     bench.tick(60_000);
     assert_eq!(bench.core.late(bench.now), None, "nobody waits");
@@ -379,7 +367,7 @@ fn how_many_have_not_joined_is_said_after_a_while() {
 fn awaited_learners_are_named_after_a_while() {
     let names: Vec<String> = (0..20).map(|i| format!("l{i}")).collect();
     let (mut bench, ids) = job("20", &names.iter().map(String::as_str).collect::<Vec<_>>());
-    ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+    bench.attach(&ids);
     bench.tick(60_000);
     assert_eq!(bench.core.late(bench.now), None, "nobody waits");
     let (step, uid) = open(&mut bench, ids[3]);
@@ -459,9 +447,7 @@ fn a_learner_that_retries_after_a_timeout_stays_and_one_that_hangs_leaves() {
     let a = bench.join("a").unwrap();
     open(&mut bench, a);
     let b = bench.join("b").unwrap();
-    for id in [a, b] {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    bench.attach(&[a, b]);
     let (step, uid) = open(&mut bench, b);
     for _ in 0..3 {
         bench.commit(b.0, step, uid, blocks([0]), true, 600);

@@ -3,14 +3,11 @@
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{BLOCKS, Bench, Id, blocks, ok, open};
+use super::bench::{BLOCKS, Bench, Id, blocks, formed, ok, open};
 
 fn aware(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
     let first = [("consistency", "async"), ("staleness_aware", "true"), ("learning_rate", "0.5")];
-    let mut bench = Bench::new(&[&first[..], &[("learners", &learners)], settings].concat());
-    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    (bench, ids)
+    formed(&[&first, settings].concat(), names)
 }
 
 /// The rate of the plan under way.

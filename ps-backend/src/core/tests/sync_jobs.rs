@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{BLOCKS, Bench, TENSORS, blocks, early_job, everything, job, ok, open};
+use super::bench::{BLOCKS, Bench, TENSORS, blocks, early_job, everything, job, ok, open, patient};
 
 #[test]
 fn a_version_needs_all_learners() {
@@ -311,8 +311,7 @@ fn an_aborted_commit_that_fails_later_leaves_nothing_open() {
 
 #[test]
 fn mapped_memory_waits_for_the_others_as_long_as_patience_lasts() {
-    let mut bench = Bench::patient(&[("learners", "3")], 20);
-    let ids: Vec<_> = ["a", "b", "c"].iter().map(|name| bench.join(name).unwrap()).collect();
+    let (mut bench, ids) = patient(&[], &["a", "b", "c"], 20);
     let (a, first) = everything(&mut bench, ids[0], false);
     bench.tick(15);
     assert!(bench.accumulations.is_empty() && bench.is_waiting(first));
@@ -331,8 +330,7 @@ fn mapped_memory_waits_for_the_others_as_long_as_patience_lasts() {
 
 #[test]
 fn patience_leaves_time_to_accumulate_before_the_deadline() {
-    let mut bench = Bench::patient(&[("learners", "2")], 10_000);
-    let ids: Vec<_> = ["a", "b"].iter().map(|name| bench.join(name).unwrap()).collect();
+    let (mut bench, ids) = patient(&[], &["a", "b"], 10_000);
     let (_, ticket) = everything(&mut bench, ids[0], false);
     bench.tick(250);
     bench.accumulate_done(true);
@@ -341,8 +339,7 @@ fn patience_leaves_time_to_accumulate_before_the_deadline() {
 
 #[test]
 fn a_commit_with_nan_that_is_found_in_the_version_is_taken_back() {
-    let mut bench = Bench::patient(&[("learners", "2")], 20);
-    let ids: Vec<_> = ["a", "b"].iter().map(|name| bench.join(name).unwrap()).collect();
+    let (mut bench, ids) = patient(&[], &["a", "b"], 20);
     let (a, first) = everything(&mut bench, ids[0], false);
     let (b, second) = everything(&mut bench, ids[1], false);
     assert!(bench.reduce_refused());
@@ -361,8 +358,7 @@ fn a_commit_with_nan_that_is_found_in_the_version_is_taken_back() {
 
 #[test]
 fn a_withdrawn_commit_is_open_again_and_one_that_is_taken_stays() {
-    let mut bench = Bench::patient(&[("learners", "2")], 20);
-    let ids: Vec<_> = ["a", "b"].iter().map(|name| bench.join(name).unwrap()).collect();
+    let (mut bench, ids) = patient(&[], &["a", "b"], 20);
     let all = || blocks(0..BLOCKS);
     // Taken, but nothing of it was read.
     let (a, mapped) = everything(&mut bench, ids[0], false);

@@ -1,11 +1,11 @@
 //! On a network, the learners of a synchronous job write to one plan at the same time.
 
 use libmodelio::vocabulary::ids::{Step, Version};
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Id, Uid, blocks, everything, ok, open};
+use super::bench::{Bench, Id, Uid, blocks, everything, ok, open, patient};
 
 type Written = (Step, Uid);
 
@@ -219,8 +219,8 @@ fn where_others_commit_meanwhile_an_asynchronous_job_does_without_such_plans() {
 
 #[test]
 fn where_one_commits_long_before_the_other_its_contribution_is_seldom_sent_in_vain() {
-    let mut bench = Bench::patient(&[("learners", "2"), ("lease", "0")], 50).on_a_network();
-    let [a, b] = ["a", "b"].map(|name| bench.join(name).unwrap());
+    let (bench, ids) = patient(&[("lease", "0")], &["a", "b"], 50);
+    let (mut bench, [a, b]) = (bench.on_a_network(), [ids[0], ids[1]]);
     let mut begins = Vec::new();
     for _ in 0..40 {
         let (of_a, of_b) = (open(&mut bench, a), open(&mut bench, b));
@@ -264,9 +264,7 @@ fn nobody_leaves_because_of_a_plan_that_others_do_not_wait_for() {
     let mut bench =
         Bench::new(&[("consistency", "ssp(1)"), ("learners", "3"), ("lease", "60")]).on_a_network();
     let [a, b, c] = ["a", "b", "c"].map(|name| bench.join(name).unwrap());
-    for id in [a, b, c] {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    bench.attach(&[a, b, c]);
     for id in [a, b, b] {
         everything(&mut bench, id, false);
         bench.finish_work();
