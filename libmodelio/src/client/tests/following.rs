@@ -30,10 +30,10 @@ impl Bench {
 
     /// The newest version was made by this plan, and so many plans are over.
     fn made(&mut self, sequence: u64, version: u64, by: u64, over: u64) {
-        let mut state = self.core.state().clone();
-        (state.sequence, state.version) = (sequence, Version(version));
-        (state.made_by, state.over) = (PlanId(by), PlanId(over));
-        self.coordinator(0, Message::State(Box::new(state)));
+        self.changes(|state| {
+            (state.sequence, state.version) = (sequence, Version(version));
+            (state.made_by, state.over) = (PlanId(by), PlanId(over));
+        });
     }
 
     /// All blocks of a version come, and it is shown.
@@ -193,16 +193,14 @@ fn no_plan_is_followed_while_a_connection_receives_for_another_one() {
 #[test]
 fn versions_that_are_pulled_on_demand_and_those_of_new_weights_are_not_followed() {
     let mut bench = Bench::new();
-    let mut state = bench.core.state().clone();
-    (state.sequence, state.controls) = (2, state.controls.with("pull", "on-demand").unwrap());
-    bench.coordinator(0, Message::State(Box::new(state)));
+    bench.sets(&[("pull", "on-demand")]);
     bench.commit(3, 10);
     bench.grant(1);
     assert!(!bench.follow(0));
     let mut bench = Bench::new();
     bench.state(2, 0, 0, false);
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
-    bench.coordinator(0, Message::Grant { plan: PLAN, payload: Granted::Weights(5), counted: PlanId(0) });
+    bench.ask(3, assign(5, 1), 1);
+    bench.granted(1, Granted::Weights(5));
     assert!(!bench.follow(0));
 }
 
@@ -210,9 +208,7 @@ fn versions_that_are_pulled_on_demand_and_those_of_new_weights_are_not_followed(
 fn an_open_on_demand_must_show_the_version_that_is_shown_when_it_comes() {
     for (pull, must_show) in [("on-demand", Version(1)), ("eager", Version(0))] {
         let mut bench = Bench::new();
-        let mut state = bench.core.state().clone();
-        (state.sequence, state.controls) = (2, state.controls.with("pull", pull).unwrap());
-        bench.coordinator(0, Message::State(Box::new(state)));
+        bench.sets(&[("pull", pull)]);
         bench.made(3, 1, 0, 0);
         let expected = if pull == "on-demand" { LastCommit::Waits } else { LastCommit::In(Version(0)) };
         assert_eq!(bench.core.freshness(None), expected);
@@ -227,27 +223,7 @@ fn payload_of_a_step_that_is_not_the_open_one_is_released() {
     let mut bench = following();
     bench.coordinator(3, Message::Done);
     bench.state(3, 1, 1, false);
-    let commit = |step, token| {
-        let (tensors, partly) = (vec![0..1], Some(Default::default()));
-        (
-            token,
-            Message::Commit {
-                learner: L,
-                step: Step(step),
-                blocks: vec![0..4],
-                tensors,
-                partly,
-                contents: Default::default(),
-                weight: Default::default(),
-                timeout_ms: 1000,
-                lent: false,
-                given_up: None,
-                base: None,
-            },
-        )
-    };
-    let (token, message) = commit(3, 4);
-    bench.ask(token, message, 1);
+    bench.ask(4, commit(L, 3, 0..4, 1, false), 1);
     bench.coordinator(4, Message::Refused(ShardError::TimedOut("others".into()).into()));
     bench.said.clear();
     bench.ask(5, Message::Open { learner: L }, 10);
@@ -280,11 +256,8 @@ fn the_time_of_a_pull_is_known_where_no_shard_sends_blocks_by_itself() {
 fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
     for consistency in ["sync", "async"] {
         let mut bench = Bench::new();
-        let mut state = bench.core.state().clone();
-        let controls = state.controls.with("pull", "adaptive").unwrap();
-        (state.sequence, state.controls) = (2, controls.with("consistency", consistency).unwrap());
-        state.members = 1;
-        bench.coordinator(0, Message::State(Box::new(state)));
+        bench.sets(&[("pull", "adaptive"), ("consistency", consistency)]);
+        bench.changes(|state| state.members = 1);
         // A program opens once a second, and a pull takes 0.2 s.
         for version in 1..20 {
             bench.core.version_opened(None, bench.now);
@@ -296,8 +269,7 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
             bench.pass(100);
         }
         bench.core.version_opened(None, bench.now);
-        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: Some(vec![L]) };
-        bench.coordinator(0, Message::Grant { plan: PLAN, payload, counted: PlanId(0) });
+        bench.provisional(1, 1);
         assert!(!bench.follow(0), "it is not due");
         bench.commit(3, 10);
         bench.grant(1);
@@ -309,11 +281,8 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
 /// pull takes 0.2 s.
 fn adaptive(interval: u64) -> Bench {
     let mut bench = Bench::new();
-    let mut state = bench.core.state().clone();
-    let controls = state.controls.with("pull", "adaptive").unwrap();
-    (state.sequence, state.controls) = (2, controls.with("consistency", "async").unwrap());
-    state.members = 1;
-    bench.coordinator(0, Message::State(Box::new(state)));
+    bench.sets(&[("pull", "adaptive"), ("consistency", "async")]);
+    bench.changes(|state| state.members = 1);
     for version in 1..4 {
         let opened = bench.now;
         bench.core.version_opened(None, bench.now);
@@ -352,11 +321,7 @@ fn when_a_learner_leaves_or_its_program_ends_or_none_is_left_the_newest_version_
         match what {
             "leaves" => bench.coordinator(0, Message::Left { learner: L, reason: LeaveReason::Asked }),
             "ends" => bench.core.touch(vec![L], Some(Attached::Exited), &mut bench.said),
-            _ => {
-                let mut state = bench.core.state().clone();
-                (state.sequence, state.members) = (7, 0);
-                bench.coordinator(0, Message::State(Box::new(state)));
-            }
+            _ => bench.changes(|state| state.members = 0),
         }
         let is_due = bench.core.next_deadline().is_some_and(|due| due <= bench.now);
         assert!(is_due || bench.core.pulling().is_some(), "{what}");

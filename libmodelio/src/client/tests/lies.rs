@@ -90,14 +90,7 @@ fn a_number_that_no_coordinator_reaches_is_passed_over() {
         bench.said.clear();
         bench.coordinator(0, Message::Over { plan: PlanId(number) });
         let of = Vec::new();
-        bench.coordinator(
-            0,
-            Message::Grant {
-                plan: PlanId(number),
-                payload: Granted::Contributions { of, replaces: false, open: None },
-                counted: PlanId(0),
-            },
-        );
+        bench.granted(number, Granted::Contributions { of, replaces: false, open: None });
         let state = |sequence, version, over| {
             Message::State(Box::new(JobState {
                 sequence,
@@ -132,23 +125,7 @@ fn a_setting_that_no_job_can_have_is_passed_over() {
 #[test]
 fn blocks_that_are_not_of_the_plan_are_not_sent() {
     let mut bench = Bench::new();
-    bench.ask(
-        3,
-        Message::Commit {
-            learner: L,
-            step: Step(1),
-            blocks: vec![0..1],
-            tensors: vec![0..1],
-            timeout_ms: 10_000,
-            lent: false,
-            given_up: None,
-            base: None,
-            partly: Some(Default::default()),
-            contents: Default::default(),
-            weight: Default::default(),
-        },
-        10,
-    );
+    bench.ask(3, commit(L, 1, 0..1, 10, false), 10);
     bench.grant(1);
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0], vec![]));
     // A stranger has begun a plan of this number there, of all blocks.

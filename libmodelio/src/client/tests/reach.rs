@@ -66,9 +66,7 @@ fn calls_that_need_a_shard_wait_for_shard_patience() {
 fn no_patience_with_shards_is_patience_for_a_lost_connection() {
     let mut bench = Bench::new();
     bench.now = Duration::from_secs(100);
-    let mut state = bench.core.state().clone();
-    (state.sequence, state.controls) = (2, state.controls.with("shard_patience", "0").unwrap());
-    bench.coordinator(0, Message::State(Box::new(state)));
+    bench.sets(&[("shard_patience", "0")]);
     bench.commit(4, 100);
     bench.gone(false, 1);
     bench.pass(0);
@@ -181,7 +179,7 @@ fn what_is_taken_back_while_the_coordinator_is_away_is_told_it_later() {
 fn new_weights_that_nobody_waits_for_are_taken_back_when_the_shards_answer() {
     let mut bench = Bench::new();
     bench.now = Duration::from_secs(100);
-    bench.ask(3, Message::Assign { token: 9, blocks: vec![0..4], timeout_ms: 100_000, ahead: None }, 100);
+    bench.ask(3, assign(9, 100), 100);
     bench.gone(false, 20);
     bench.pass(0);
     let told = |said: &Action| matches!(said, Action::ToCoordinator(_, Message::WithdrawAssign { token: 9 }));
@@ -216,7 +214,6 @@ fn a_request_whose_time_is_over_names_the_coordinator_that_is_away() {
 
 #[test]
 fn a_signal_ends_a_wait_though_nobody_answers() {
-    let assign = || Message::Assign { token: 9, blocks: vec![0..4], timeout_ms: 100_000, ahead: None };
     for is_commit in [true, false] {
         let mut bench = Bench::new();
         let withdraw = match is_commit {
@@ -225,7 +222,7 @@ fn a_signal_ends_a_wait_though_nobody_answers() {
         };
         match is_commit {
             true => bench.commit(3, 100),
-            false => bench.ask(3, assign(), 100),
+            false => bench.ask(3, assign(9, 100), 100),
         }
         bench.ask(4, withdraw.clone(), 100);
         bench.pass(200);
