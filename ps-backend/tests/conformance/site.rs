@@ -129,8 +129,29 @@ impl Site {
         end
     }
 
-    pub fn two_ends(&self) -> [Arc<End>; 2] {
-        [self.end(), self.end()]
+    /// With an end of the job.
+    pub fn one_end(self) -> (Site, Arc<End>) {
+        let end = self.end();
+        (self, end)
+    }
+
+    pub fn two_ends(self) -> (Site, [Arc<End>; 2]) {
+        let ends = [self.end(), self.end()];
+        (self, ends)
+    }
+
+    /// With an end and its learner.
+    pub fn one(self) -> (Site, Arc<End>, Learner) {
+        let (site, end) = self.one_end();
+        let learner = end.join("a");
+        (site, end, learner)
+    }
+
+    /// With two ends, and a learner of each.
+    pub fn two(self) -> (Site, [Arc<End>; 2], [Learner; 2]) {
+        let (site, [a, b]) = self.two_ends();
+        let learners = [a.join("a"), b.join("b")];
+        (site, [a, b], learners)
     }
 }
 
@@ -358,6 +379,20 @@ impl Learner {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    /// Waits for a version with the last step, in which all weights are `value`.
+    #[track_caller]
+    pub fn pulls(&self, version: u64, value: f32) {
+        assert_eq!(self.pull(), version);
+        self.end.shows(version, value);
+    }
+
+    /// Contributes the first value everywhere, and waits for a version in which all weights are the other one.
+    #[track_caller]
+    pub fn makes(&self, value: f32, version: u64, shown: f32) {
+        self.push(value);
+        self.pulls(version, shown);
     }
 
     pub fn leave(&self, reason: libmodelio::vocabulary::members::LeaveReason) {

@@ -10,7 +10,7 @@ use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::Version;
 
 use crate::payload::of_shard;
-use crate::world::{BLOCK, LONG, Way, World, is_all, read, until};
+use crate::world::{BLOCK, Client, LONG, Way, World, is_all, read, until};
 
 pub const BYTES: u64 = 8 << 20;
 
@@ -72,12 +72,23 @@ fn counts_once(client: &Job, contributor: &Arc<Contributor>, step: u64) {
     sees(client, contributor, step, step as f32);
 }
 
+/// As many learners add up what they bring.
+pub fn world(learners: &str, way: Way) -> World {
+    World::new(1, BYTES, &[("reducer", "sum"), ("learners", learners)], way)
+}
+
+/// A learner alone.
+pub fn one(way: Way) -> (World, Client, Arc<Contributor>) {
+    let world = world("1", way);
+    let client = world.client();
+    let learner = contributor(&client, "l");
+    (world, client, learner)
+}
+
 #[test]
 fn blocks_come_before_the_commit() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-        let client = world.client();
-        let learner = contributor(&client, "l");
+        let (world, client, learner) = one(way);
         for step in 1..=3 {
             // Blocks that are written whole, and blocks that become whole.
             write(&learner, 1.0, 0..BYTES / 2);
@@ -97,7 +108,7 @@ fn blocks_come_before_the_commit() {
 #[test]
 fn the_others_of_a_client_that_have_committed_count_with_what_is_sent_ahead() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
+        let world = world("2", way);
         let client = world.client();
         let [first, last] = ["a", "b"].map(|name| contributor(&client, name));
         for step in 1..=3u64 {
@@ -119,9 +130,7 @@ fn the_others_of_a_client_that_have_committed_count_with_what_is_sent_ahead() {
 #[test]
 fn dropped_blocks_that_were_sent_ahead_never_count() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-        let client = world.client();
-        let learner = contributor(&client, "l");
+        let (_world, client, learner) = one(way);
         for step in 1..=8u64 {
             // Blocks of these are on their way, or wait at the shard, when they are dropped.
             for dropped in 0..3 {
@@ -142,7 +151,7 @@ pub fn set_lease(client: &Job, seconds: &str) {
 #[test]
 fn blocks_that_a_dead_client_sent_ahead_never_count() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+        let world = world("1", way);
         let dying = world.client();
         let learner = contributor(&dying, "dies");
         write(&learner, 1000.0, 0..BYTES / 2);
@@ -192,9 +201,7 @@ fn a_slow_writer_holds_nobody_up_with_a_quorum_and_in_an_asynchronous_job() {
 #[test]
 fn new_weights_do_not_wait_for_a_slow_writer() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-        let client = world.client();
-        let slow = contributor(&client, "slow");
+        let (world, client, slow) = one(way);
         write(&slow, 100.0, 0..BYTES / 2);
         wait_for_pushed(&world, BYTES / 2);
         let buffer = client.allocate().unwrap();

@@ -28,8 +28,7 @@ fn unchecked(client: Checksum, shard: Checksum, way: Way, bytes: u64) -> (u64, u
     let job = world.client_with(|options| options.checksum = client);
     let learner = Learner::join(&job, "l");
     for step in 1..=STEPS {
-        learner.pushes(1.0);
-        learner.sees(step, step as f32);
+        learner.makes(1.0, step, step as f32);
     }
     let received = job.payload().unwrap().unchecked_bytes;
     (received, of_shard(&world).unchecked_bytes)

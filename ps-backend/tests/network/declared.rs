@@ -11,7 +11,7 @@ use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::Message;
 
-use crate::ahead::{BYTES, commit, contributor, pull, sees, wait_for_pushed, ways, write};
+use crate::ahead::{BYTES, commit, contributor, one, pull, sees, wait_for_pushed, ways, world, write};
 use crate::payload::of_shard;
 use crate::shm::Raw;
 use crate::world::{BLOCK, Client, LONG, Way, World, is_all};
@@ -36,18 +36,6 @@ fn begin_commit(contributor: &Arc<Contributor>, timeout: Duration) -> Receiver<R
 /// As an fsync of the mapping.
 fn commit_mapped(contributor: &Arc<Contributor>) -> Result<(), ContributeError> {
     begin_commit(contributor, LONG).recv_timeout(2 * LONG).unwrap()
-}
-
-fn world(learners: &str, way: Way) -> World {
-    World::new(1, BYTES, &[("reducer", "sum"), ("learners", learners)], way)
-}
-
-/// A learner alone.
-fn one(way: Way) -> (World, Client, Arc<Contributor>) {
-    let world = world("1", way);
-    let client = world.client();
-    let learner = contributor(&client, "l");
-    (world, client, learner)
 }
 
 /// One that maps and one that writes, on one client or two.

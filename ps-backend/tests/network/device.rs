@@ -53,8 +53,7 @@ fn a_small_model_is_computed_by_the_cpu() {
     let (device, accelerator) = software(1 << 30);
     let at_rest = device.taken();
     let world = world(&[Some(&accelerator)], 200_000, &[("reducer", "adam")]);
-    let client = world.client();
-    let learner = Learner::join(&client, "a");
+    let (_client, learner) = world.learner("a");
     learner.pushes(1.0);
     assert_eq!(learner.pull().0, Version(1));
     assert_eq!((device.taken(), device.launches()), (at_rest, 0));
@@ -64,8 +63,7 @@ fn a_small_model_is_computed_by_the_cpu() {
 fn a_model_whose_device_fails_has_failed_and_says_so() {
     let (device, accelerator) = software(1 << 30);
     let world = world(&[Some(&accelerator)], BYTES, &[("reducer", "adam")]);
-    let client = world.client();
-    let learner = Learner::join(&client, "a");
+    let (client, learner) = world.learner("a");
     learner.pushes(1.0);
     let before = learner.pull();
     device.fail_after(3);

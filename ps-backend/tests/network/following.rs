@@ -139,8 +139,7 @@ fn is_quiet(raw: &Raw) -> bool {
 fn followable() -> (World, Client, Learner, [Raw; 2]) {
     let settings = [("reducer", "sum"), ("learners", "1")];
     let world = World::new(1, (MANY * BLOCK as usize) as u64, &settings, WAYS[0]);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (client, learner) = world.learner("l");
     learner.pushes(1.0);
     let connections = [(); 2].map(|()| Raw::welcomed(&world, Role::Data, 77));
     (world, client, learner, connections)

@@ -29,6 +29,11 @@ fn options() -> ClientOptions {
     ClientOptions { transport: TransportChoice::Tcp, ..ClientOptions::default() }
 }
 
+/// Shard 1, under map 1, and another one.
+fn two(other: ShardId, epoch: Epoch) -> (ScriptedShard, ScriptedShard) {
+    (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(other, epoch))
+}
+
 fn connect(at: &ScriptedShard, options: ClientOptions) -> Result<Client, ClientError> {
     let epoch = at.with(|script| script.epoch);
     Job::connect(&record(at.record.shard, epoch), std::slice::from_ref(&at.record), options).map(Client::of)
@@ -67,8 +72,7 @@ fn is_at(client: &Job, hand: &ScriptedShard) -> bool {
 
 #[test]
 fn a_client_goes_where_its_model_goes_and_asks_there_again() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
+    let (first, second) = two(ShardId(2), Epoch(2));
     second.with(|script| script.answers = true);
     let client = connect(&first, options()).unwrap();
     join(&client);
@@ -93,8 +97,7 @@ fn a_client_goes_where_its_model_goes_and_asks_there_again() {
 
 #[test]
 fn a_greeting_under_an_older_map_is_redirected() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(1), Epoch(3)));
+    let (first, second) = two(ShardId(1), Epoch(3));
     first.with(|script| {
         script.deaf = true;
         script.moved = Some(moved_to(&second, Epoch(3)).encode().unwrap());
@@ -112,8 +115,7 @@ fn a_greeting_under_an_older_map_is_redirected() {
 
 #[test]
 fn word_of_a_move_that_makes_no_sense_is_not_followed() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
+    let (first, second) = two(ShardId(2), Epoch(2));
     let good = moved_to(&second, Epoch(2));
     let with = |change: &dyn Fn(&mut Moved)| {
         let mut moved = good.clone();
@@ -196,8 +198,7 @@ impl Registry for Table {
 
 #[test]
 fn where_a_model_is_whose_shards_are_gone_is_found_in_the_registry() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
+    let (first, second) = two(ShardId(2), Epoch(2));
     second.with(|script| script.answers = true);
     let moved = record(ShardId(2), Epoch(2));
     // Another life of the name is nothing that this client could go on with.
@@ -224,8 +225,7 @@ fn asking(at: &ScriptedShard, records: Vec<ModelRecord>, shards: &[&ScriptedShar
 
 #[test]
 fn a_shard_that_lies_about_where_the_model_is_is_not_followed() {
-    let (first, liar) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(5), Epoch(9)));
+    let (first, liar) = two(ShardId(5), Epoch(9));
     let second = ScriptedShard::start(ShardId(2), Epoch(9));
     let lie = moved_to(&liar, Epoch(9)).encode().unwrap();
     let (client, table) = asking(&first, vec![record(ShardId(1), Epoch(1))], &[&first, &second, &liar]);
@@ -252,8 +252,7 @@ fn a_shard_that_lies_about_where_the_model_is_is_not_followed() {
 
 #[test]
 fn a_word_that_the_registry_confirms_is_followed_at_once() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
+    let (first, second) = two(ShardId(2), Epoch(2));
     let (client, table) = asking(&first, vec![record(ShardId(2), Epoch(2))], &[&second]);
     join(&client);
     first.say_now(Role::Control, moved_to(&second, Epoch(2)).encode().unwrap());
@@ -264,8 +263,7 @@ fn a_word_that_the_registry_confirms_is_followed_at_once() {
 
 #[test]
 fn without_a_registry_in_reach_a_shards_word_counts_until_the_registry_says() {
-    let (first, liar) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(5), Epoch(9)));
+    let (first, liar) = two(ShardId(5), Epoch(9));
     let (client, table) = asking(&first, vec![record(ShardId(1), Epoch(1))], &[&first]);
     join(&client);
     table.down.store(true, Ordering::Relaxed);

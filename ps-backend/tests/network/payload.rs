@@ -17,13 +17,11 @@ fn counted(way: Way) -> (Payloads, Payloads) {
 /// The same, of the client and the first of so many shards.
 fn counted_with(shards: usize, way: Way) -> (Payloads, Payloads) {
     let world = World::new(shards, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (client, learner) = world.learner("l");
     let before = client.payload().unwrap();
     assert_eq!(before.pulled_bytes, BYTES, "the first version");
     for step in 1..=STEPS {
-        learner.pushes(1.0);
-        learner.sees(step, step as f32);
+        learner.makes(1.0, step, step as f32);
     }
     let after = client.payload().unwrap();
     let ours = Payloads {

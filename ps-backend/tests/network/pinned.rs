@@ -76,8 +76,7 @@ fn world(change: fn(&mut RdmaOptions)) -> World {
 
 fn steps(learner: &Learner, steps: std::ops::RangeInclusive<u64>) {
     for step in steps {
-        learner.pushes(1.0);
-        learner.sees(step, step as f32);
+        learner.makes(1.0, step, step as f32);
     }
 }
 

@@ -119,8 +119,7 @@ fn a_client_that_ends_silently_leaves_nothing() {
         let client = world.client();
         assert_eq!(client.shards()[0].transport, TransportKind::Rdma);
         let learner = Learner::join(&client, "l");
-        learner.pushes(1.0);
-        learner.sees(round, round as f32);
+        learner.makes(1.0, round, round as f32);
         learner.leave();
         client.dies();
     }
@@ -305,8 +304,7 @@ fn ended(events: &News<Result<Received, String>>) -> String {
 fn a_hostile_client_ends_only_its_own_connection() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     let endpoint = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap();
     let (plan, block, wide) = (PlanId(1), BlockId(0), false);
     let share = |bytes, address| Message::ShareAt { region: 1, bytes, address, key: 0xdead_beef };
@@ -336,8 +334,7 @@ fn a_hostile_client_ends_only_its_own_connection() {
         let silent = *expected == "RDMA: " && why.contains("closed by the peer");
         assert!(silent || why.contains(expected), "{why:?} to {messages:?}");
     }
-    learner.pushes(2.0);
-    learner.sees(1, 2.0);
+    learner.makes(2.0, 1, 2.0);
 }
 
 #[test]
@@ -409,8 +406,7 @@ fn a_shard_whose_arena_is_full_is_reached_over_tcp() {
         let why = peer.no_rdma.expect("a reason");
         assert!(why.contains("raise ") && why.contains("--rdma-arena") && why.contains("or lower "), "{why}");
         let learner = Learner::join(&client, "l");
-        learner.pushes(2.0);
-        learner.sees(1, 2.0);
+        learner.makes(2.0, 1, 2.0);
     }
 }
 

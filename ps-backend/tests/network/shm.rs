@@ -46,8 +46,7 @@ fn a_shard_without_a_socket_is_reached_over_tcp_and_the_status_says_so() {
     assert_eq!(peer.transport, TransportKind::Tcp);
     assert!(peer.no_memory.as_ref().is_some_and(|why| why.contains("Connection refused")), "{peer:?}");
     let learner = Learner::join(&client, "l");
-    learner.pushes(1.0);
-    learner.sees(1, 1.0);
+    learner.makes(1.0, 1, 1.0);
     is_unreachable(&["shared memory: connecting to its socket"], |patience| {
         world.connect_within(&shards, TransportChoice::SharedMemory, patience).err().unwrap()
     });
@@ -61,8 +60,7 @@ fn a_client_that_ends_while_its_memory_is_read_contributes_all_or_nothing() {
     let _watcher = world.client();
     let mut sum = 0.0;
     for round in 0..3 {
-        let client = world.client();
-        let learner = Learner::join(&client, &format!("gone-{round}"));
+        let (client, learner) = world.learner(&format!("gone-{round}"));
         let answer = learner.push(1.0);
         std::thread::sleep(Duration::from_micros(1000 * round));
         // It says nothing to anybody.
@@ -340,16 +338,14 @@ fn all_are(pieces: &[Piece], value: f32) -> bool {
 /// Makes the versions `from` to `to`.
 fn go_on(learner: &Learner, from: u64, to: u64) {
     for step in from..=to {
-        learner.pushes(1.0);
-        learner.sees(step, step as f32);
+        learner.makes(1.0, step, step as f32);
     }
 }
 
 #[test]
 fn a_version_that_a_silent_reader_may_still_read_is_never_written_over() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     learner.pushes(1.0);
     let mut raw = Raw::welcomed(&world);
     let held = raw.hold(Version(1), client_blocks(&world));
@@ -371,8 +367,7 @@ fn a_version_that_a_silent_reader_may_still_read_is_never_written_over() {
 #[test]
 fn a_version_that_is_read_when_its_connection_ends_is_never_written_over() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     learner.pushes(1.0);
     let mut held = Vec::new();
     for version in 1..=6 {
@@ -418,8 +413,7 @@ fn is_all(memory: &Mapping, value: f32) -> bool {
 fn a_shard_whose_buffers_are_all_shown_by_a_client_goes_on_with_others() {
     const SHOWN: u64 = 12;
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     let (mut raw, mut regions) = (Raw::welcomed(&world), Regions::new(BYTES));
     let mut shown = Vec::new();
     for version in 0..SHOWN {
@@ -487,8 +481,7 @@ fn a_plan_that_waits_for_memory_holds_up_no_other_model() {
     let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
     let settings = [("reducer", "sum"), ("learners", "1")];
     let world = World::with_threads(1, 1, &layout, &settings, Way::Shm);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     let mut readers = Vec::new();
     let waiting = loop {
         assert!(readers.len() < 10, "as many versions as there are buffers are read");

@@ -16,7 +16,7 @@ use libmodelio::wire::Protocol;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::world::{LONG, Learner, Way, World, is_all};
+use crate::world::{LONG, Way, World, is_all};
 
 const BYTES: u64 = 1_000_004;
 /// Nobody speaks it.
@@ -94,8 +94,7 @@ fn ask(to: SocketAddr, private: &[u8]) -> CmEvent {
 fn a_shard_turns_strangers_away_and_names_its_protocol() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     let to: SocketAddr = world.shards()[0].rdma.parse().unwrap();
     let notify = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap().device().notify();
     let mut sum = 0.0;

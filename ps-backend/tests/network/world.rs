@@ -168,13 +168,19 @@ impl World {
         self.client_with(|_| {})
     }
 
+    /// One more client, with a learner.
+    pub fn learner(&self, name: &str) -> (Client, Learner) {
+        let client = self.client();
+        let learner = Learner::join(&client, name);
+        (client, learner)
+    }
+
     /// It serves one more client, whose step makes version 1 of a model of one learner.
     #[track_caller]
     pub fn serves(&self) {
         let client = self.client();
         let learner = Learner::join(&client, "l");
-        learner.pushes(1.0);
-        learner.sees(1, 1.0);
+        learner.makes(1.0, 1, 1.0);
     }
 
     pub fn shards(&self) -> Vec<ShardRecord> {
@@ -362,6 +368,13 @@ impl Learner {
         self.client.await_step(self.id, LONG, Box::new(move |result| sender.send(result).unwrap()));
         let version = receiver.recv_timeout(2 * LONG).unwrap().unwrap();
         read(&self.client, version)
+    }
+
+    /// A contribution of the first value makes a version in which all is the other one.
+    #[track_caller]
+    pub fn makes(&self, value: f32, version: u64, shown: f32) {
+        self.pushes(value);
+        self.sees(version, shown);
     }
 
     /// The version with the last step is this one, and all of it is `value`.
