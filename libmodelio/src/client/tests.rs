@@ -55,6 +55,27 @@ impl Bench {
         bench
     }
 
+    /// Step 1 is committed, with token 3.
+    fn committed() -> Bench {
+        let mut bench = Bench::new();
+        bench.commit(3, 10);
+        bench
+    }
+
+    /// Plan 1 takes it.
+    fn in_plan() -> Bench {
+        let mut bench = Bench::committed();
+        bench.grant(1);
+        bench
+    }
+
+    /// The coordinator has told its state, under number 2.
+    fn told() -> Bench {
+        let mut bench = Bench::new();
+        bench.state(2, 0, 0, false);
+        bench
+    }
+
     fn ask(&mut self, token: u64, message: Message, seconds: u64) {
         let deadline = self.now + Duration::from_secs(seconds);
         self.core.request(token, message, deadline, self.now, &mut self.said);
@@ -156,8 +177,7 @@ fn assign(token: u64, seconds: u64) -> Message {
 
 #[test]
 fn a_job_without_coordinator_fails_at_once_until_one_is_found() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.core.await_step(4, L, Duration::from_secs(20), bench.now, &mut bench.said);
     let lost = || ShardError::Lost("it has come back empty".into());
     bench.said.clear();
@@ -211,9 +231,7 @@ fn a_job_that_has_failed_can_be_abandoned_too() {
 
 #[test]
 fn granted_blocks_are_sent_to_their_shards_and_kept_until_they_are_taken() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
-    bench.grant(1);
+    let mut bench = Bench::in_plan();
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]));
     bench.said.clear();
     // One block is missing at the shard: it was lost on the way.
@@ -342,8 +360,7 @@ fn the_late_answer_to_an_earlier_request_releases_nothing_that_was_committed_sin
 
 #[test]
 fn a_coordinator_out_of_reach_is_not_sought_in_a_loop() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.core.coordinator_down(bench.now, &mut bench.said);
     bench.pass(2000);
     assert_eq!(bench.core.next_deadline(), Some(Duration::from_secs(10)));
@@ -439,8 +456,7 @@ fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
 
 #[test]
 fn a_version_is_pulled_whole_and_a_learner_sees_its_own_step() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.coordinator(3, Message::Done);
     assert_eq!(bench.core.last_commit(L), LastCommit::Waits);
     bench.core.await_step(4, L, Duration::from_secs(10), bench.now, &mut bench.said);
@@ -468,8 +484,7 @@ fn a_version_is_pulled_whole_and_a_learner_sees_its_own_step() {
 
 #[test]
 fn a_wait_for_a_step_that_times_out_names_the_reason() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.coordinator(3, Message::Done);
     let waits = |bench: &mut Bench| {
         bench.said.clear();

@@ -50,6 +50,27 @@ impl Bench {
         bench
     }
 
+    /// Both have committed their first step, and a plan has it.
+    fn both_committed() -> (Bench, Plan) {
+        Bench::both_committed_as(false)
+    }
+
+    /// The first of them may have lent its memory.
+    fn both_committed_as(lent: bool) -> (Bench, Plan) {
+        let mut bench = Bench::new();
+        let plan = bench.both_commit(lent);
+        (bench, plan)
+    }
+
+    /// Both have committed their first step under a lease of 3 s.
+    fn both_committed_under_a_lease() -> Bench {
+        let mut bench = Bench::new();
+        bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
+        bench.commit(A, 1, 1, 3);
+        bench.commit(B, 2, 1, 2);
+        bench
+    }
+
     fn client(&mut self, client: ClientId, request: u64, message: Message) {
         self.coordinator.from_client(client, request, message, self.now, &mut self.said);
     }
@@ -90,8 +111,8 @@ impl Bench {
     }
 
     /// Both commit their first step; the plan that has it.
-    fn both_commit(&mut self) -> Plan {
-        self.commit(A, 1, 1, 2);
+    fn both_commit(&mut self, lent: bool) -> Plan {
+        self.commit_as(A, 1, 1, 2, lent);
         self.commit(B, 2, 1, 2);
         self.started()
     }
@@ -247,10 +268,7 @@ fn a_client_that_is_given_up_hears_which_of_its_plans_counts() {
 /// Learner 1's client commits and pings, and sends nothing of what it is granted.
 #[test]
 fn a_client_that_withholds_its_grant_holds_the_job_up_for_the_lease_alone() {
-    let mut bench = Bench::new();
-    bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
-    bench.commit(A, 1, 1, 3);
-    bench.commit(B, 2, 1, 2);
+    let mut bench = Bench::both_committed_under_a_lease();
     let plan = bench.started().plan;
     let begun = bench.now;
     let mut lacking = 4;
@@ -279,10 +297,7 @@ fn a_client_that_withholds_its_grant_holds_the_job_up_for_the_lease_alone() {
 /// The shard has each plan dropped sooner than it is asked what it lacks.
 #[test]
 fn a_client_that_withholds_its_grant_is_given_up_also_if_plans_are_dropped_all_the_time() {
-    let mut bench = Bench::new();
-    bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
-    bench.commit(A, 1, 1, 3);
-    bench.commit(B, 2, 1, 2);
+    let mut bench = Bench::both_committed_under_a_lease();
     let begun = bench.now;
     while bench.coordinator.client_count().0 == 2 {
         let plan = bench.started().plan;
@@ -302,10 +317,7 @@ fn a_client_that_withholds_its_grant_is_given_up_also_if_plans_are_dropped_all_t
 /// Plans that wait for it are dropped. New weights of the other client are made between two of them.
 #[test]
 fn a_client_that_withholds_its_grant_is_given_up_also_if_new_weights_come_meanwhile() {
-    let mut bench = Bench::new();
-    bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
-    bench.commit(A, 1, 1, 3);
-    bench.commit(B, 2, 1, 2);
+    let mut bench = Bench::both_committed_under_a_lease();
     let (begun, mut published) = (bench.now, 0);
     while bench.coordinator.client_count().0 == 2 {
         let Plan { plan, work, .. } = bench.started();
@@ -400,8 +412,7 @@ fn a_step_that_needs_its_norm_is_measured_before_it_is_made() {
 
 #[test]
 fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
-    let mut bench = Bench::new();
-    let plan = bench.both_commit();
+    let (mut bench, plan) = Bench::both_committed();
     bench.pass(Now::from_secs(30));
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
@@ -438,8 +449,7 @@ fn a_request_that_is_repeated_is_carried_out_once() {
 
 #[test]
 fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
-    let mut bench = Bench::new();
-    let plan = bench.both_commit();
+    let (mut bench, plan) = Bench::both_committed();
     bench.said.clear();
     let block = libmodelio::vocabulary::ids::BlockId(3);
     bench.partition(0, Message::NonFinitePayload { plan: plan.plan, client: B, block });
@@ -455,8 +465,7 @@ fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
 
 #[test]
 fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
-    let mut bench = Bench::new();
-    let plan = bench.both_commit();
+    let (mut bench, plan) = Bench::both_committed();
     bench.client(B, 0, Message::SourceGone { plan: plan.plan, learner: Some(LearnerId(2)) });
     assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }]);
     assert!(bench.sent_to(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
@@ -507,10 +516,7 @@ fn timed_out(answer: &(u64, Message)) -> bool {
 
 #[test]
 fn lent_payload_is_in_no_plan_after_its_commit_has_timed_out() {
-    let mut bench = Bench::new();
-    bench.commit_as(A, 1, 1, 2, true);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed_as(true);
     assert_eq!(bench.coordinator.next_deadline().min(Now::from_secs(10)), bench.coordinator.next_deadline());
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
@@ -537,10 +543,7 @@ fn lent_payload_is_in_no_plan_after_its_commit_has_timed_out() {
 fn lent_payload_is_in_no_plan_when_nobody_waits_for_it() {
     let learner = LearnerId(1);
     for end in [Message::Abort { learner }, Message::Withdraw { learner }, Message::Open { learner }] {
-        let mut bench = Bench::new();
-        bench.commit_as(A, 1, 1, 2, true);
-        bench.commit(B, 2, 1, 2);
-        let plan = bench.started();
+        let (mut bench, plan) = Bench::both_committed_as(true);
         bench.client(A, 4, end.clone());
         assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }], "{end:?}");
         let sent = bench.sent_to(A);
@@ -549,8 +552,7 @@ fn lent_payload_is_in_no_plan_when_nobody_waits_for_it() {
             assert!(sent.contains(&(4, Message::Opened { step: Step(1), staging_lent: false })), "{sent:?}");
         }
         // Memory that is not lent stays at its client until the plan is over, unless its program takes it back.
-        let mut bench = Bench::new();
-        let plan = bench.both_commit();
+        let (mut bench, plan) = Bench::both_committed();
         let dropped = matches!(end, Message::Abort { .. }).then_some(Message::Drop { plan: plan.plan });
         bench.client(A, 4, end);
         assert_eq!(bench.sent_to_partition(), dropped.into_iter().collect::<Vec<_>>());
@@ -559,10 +561,7 @@ fn lent_payload_is_in_no_plan_when_nobody_waits_for_it() {
 
 #[test]
 fn lent_payload_that_was_read_too_late_is_read_again_and_nobody_is_blamed() {
-    let mut bench = Bench::new();
-    bench.commit_as(A, 1, 1, 2, true);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed_as(true);
     bench.said.clear();
     bench.partition(0, Message::Torn { plan: plan.plan });
     assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }]);

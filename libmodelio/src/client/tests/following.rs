@@ -53,8 +53,7 @@ impl Bench {
 
 /// A client that follows the plan which makes version 1.
 fn following() -> Bench {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     bench.commit(3, 10);
     bench.grant(1);
     assert!(bench.follow(0) && bench.follow(1));
@@ -63,8 +62,7 @@ fn following() -> Bench {
 
 #[test]
 fn a_client_that_sends_nothing_follows_the_plan_of_others() {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     bench.coordinator(0, Message::Begun { plan: PLAN });
     assert!(bench.follow(0) && bench.follow(1));
     for block in 0..4 {
@@ -77,8 +75,7 @@ fn a_client_that_sends_nothing_follows_the_plan_of_others() {
 
 #[test]
 fn the_plan_of_others_is_forgotten_with_its_end() {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     bench.coordinator(0, Message::Begun { plan: PLAN });
     assert!(bench.follow(0) && bench.comes(PLAN, 0, true));
     bench.made(3, 0, 0, 1);
@@ -94,8 +91,7 @@ fn the_plan_of_others_is_forgotten_with_its_end() {
 
 #[test]
 fn new_weights_of_its_own_are_not_followed() {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     bench.coordinator(0, Message::Begun { plan: PlanId(0) });
     assert!(!bench.follow(0), "no plan has this number");
 }
@@ -197,8 +193,7 @@ fn versions_that_are_pulled_on_demand_and_those_of_new_weights_are_not_followed(
     bench.commit(3, 10);
     bench.grant(1);
     assert!(!bench.follow(0));
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     bench.ask(3, assign(5, 1), 1);
     bench.granted(1, Granted::Weights(5));
     assert!(!bench.follow(0));
@@ -234,8 +229,7 @@ fn payload_of_a_step_that_is_not_the_open_one_is_released() {
 #[test]
 fn the_time_of_a_pull_is_known_where_no_shard_sends_blocks_by_itself() {
     for sends in [false, true] {
-        let mut bench = Bench::new();
-        bench.state(2, 0, 0, false);
+        let mut bench = Bench::told();
         bench.commit(3, 10);
         bench.grant(1);
         if sends {
@@ -364,8 +358,7 @@ fn no_open_waits_for_a_version_whose_shard_is_away() {
 
 #[test]
 fn a_version_that_comes_with_its_state_is_not_pulled() {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     assert!(bench.core.takes_version(Version(1)) && !bench.core.takes_version(Version(0)));
     bench.core.brings(Version(1));
     bench.made(3, 1, 1, 1);

@@ -95,8 +95,7 @@ fn a_taken_step_is_not_taken_again() {
 
 #[test]
 fn a_step_that_the_coordinator_has_taken_back_is_taken_anew() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.coordinator(3, Message::Refused(ShardError::TimedOut("others".into()).into()));
     // What became of it, only the coordinator knows.
     assert_eq!(bench.open(4), None);
@@ -326,8 +325,7 @@ fn nothing_is_sent_for_a_plan_whose_contribution_was_dropped_after_its_commit() 
 
 #[test]
 fn a_commit_that_the_coordinator_does_not_know_yet_is_sent_for_the_provisional_plan() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.provisional(7, 1);
     let sent = |bench: &mut Bench| (0..2).flat_map(|partition| bench.pushes(partition)).count();
     assert_eq!((bench.sends(), sent(&mut bench)), (Some(7), 3));

@@ -57,8 +57,7 @@ fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
 
 #[test]
 fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
-    let mut bench = Bench::new();
-    let plan = bench.both_commit();
+    let (mut bench, plan) = Bench::both_committed();
     bench.hold();
     bench.carries_out(plan.plan);
     bench.sent_to_partition();

@@ -245,8 +245,7 @@ fn requests_that_were_given_up_before_they_came_stop_no_later_one() {
 
 #[test]
 fn a_plan_that_a_shard_takes_for_past_is_begun_again_under_the_next_number() {
-    let mut bench = Bench::new();
-    let plan = bench.both_commit();
+    let (mut bench, plan) = Bench::both_committed();
     bench.said.clear();
     let past = |plan: PlanId, newest| Message::Refused(Refusal::Plan { plan, newest });
     // An answer about another plan, or about one whose turn has not come there: the order is repeated.
@@ -267,8 +266,7 @@ fn a_plan_that_a_shard_takes_for_past_is_begun_again_under_the_next_number() {
 
 #[test]
 fn a_refusal_of_what_is_over_does_not_fail_the_job() {
-    let mut bench = Bench::new();
-    let plan = bench.both_commit();
+    let (mut bench, plan) = Bench::both_committed();
     bench.partition(plan.plan.0 + 5, Message::Refused(Refusal::other("another one")));
     bench.partition(
         0,
@@ -295,8 +293,7 @@ fn a_refusal_of_what_is_over_does_not_fail_the_job() {
 
 #[test]
 fn a_reconnected_shard_gets_the_start_of_a_plan_before_its_end() {
-    let mut bench = Bench::new();
-    let plan = bench.both_commit();
+    let (mut bench, plan) = Bench::both_committed();
     assert_eq!(bench.coordinator.over(), PlanId(0));
     bench.partition(0, Message::Ready { plan: plan.plan });
     assert_eq!(bench.sent_to_partition(), [Message::Conclude { plan: plan.plan }]);

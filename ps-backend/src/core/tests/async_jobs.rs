@@ -5,7 +5,7 @@ use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Id, Uid, blocks, early_job, joined, ok, open};
+use super::bench::{Bench, Id, Uid, blocks, early_job, joined, open};
 
 fn job(names: &[&str]) -> (Bench, Vec<Id>) {
     let bench = Bench::new(&[("consistency", "async"), ("patience", "1")]).in_process();
@@ -57,8 +57,7 @@ fn a_commit_waits_while_another_contribution_is_partly_reduced() {
     // The contribution is still open: sent again, it goes in as soon as the other is done.
     let again = bench.commit(b.0, Step(1), of_b, blocks([0]), true, 1_000);
     bench.abort(ids[0].0);
-    bench.reduce_done(true);
-    assert!(ok(&bench, again));
+    bench.answers(again);
     assert_eq!(bench.versions_of(&[a, of_b]), [None, Some(Version(1))]);
 }
 
@@ -72,8 +71,7 @@ fn a_silent_learner_that_holds_up_a_commit_leaves() {
     let (of_b, _) = commit(&mut bench, b, 60_000);
     bench.tick(1_000);
     assert_eq!(bench.left, [(ids[0].0, LeaveReason::PatienceOver)]);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[of_b]), [Some(Version(1))]);
+    bench.makes(1, &[of_b]);
 }
 
 #[test]
@@ -93,8 +91,7 @@ fn nothing_is_taken_before_the_job_is_formed() {
     let (a, ticket) = commit(&mut bench, first, 1_000);
     assert!(bench.is_waiting(ticket));
     bench.join("b").unwrap();
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
 }
 
 #[test]
@@ -107,11 +104,9 @@ fn consistency_changes_between_contributions_only() {
     assert!(bench.running.is_none(), "a's block is in the buffer");
     assert!(bench.comes(ids[0].0, a, 2));
     bench.commit(ids[0].0, step, a, blocks([1, 2]), true, 1_000);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, of_b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, of_b]);
     let (next, _) = commit(&mut bench, ids[1], 1_000);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[next]), [Some(Version(2))]);
+    bench.makes(2, &[next]);
 }
 
 #[test]

@@ -561,6 +561,20 @@ impl Bench {
         self.call(|core, now, actions| core.reduced(ready, now, actions));
     }
 
+    /// The running plan is done, and this commit is answered.
+    #[track_caller]
+    pub fn answers(&mut self, ticket: Ticket) {
+        self.reduce_done(true);
+        assert!(ok(self, ticket));
+    }
+
+    /// The running plan is done, and its version is the first to have these contributions.
+    #[track_caller]
+    pub fn makes(&mut self, version: u64, of: &[Uid]) {
+        self.reduce_done(true);
+        assert_eq!(self.versions_of(of), vec![Some(Version(version)); of.len()]);
+    }
+
     /// The running plan comes upon NaN in the first contribution whose commit can be taken back; false when there is
     /// none.
     pub fn reduce_refused(&mut self) -> bool {
@@ -742,6 +756,13 @@ pub fn open(bench: &mut Bench, id: Id) -> (Step, Uid) {
 pub fn everything(bench: &mut Bench, id: Id, steady: bool) -> (Uid, Ticket) {
     let (step, uid) = open(bench, id);
     (uid, bench.commit(id.0, step, uid, blocks(0..BLOCKS), steady, 1_000))
+}
+
+/// The last contribution that a step waits for, whose plan is done.
+pub fn completes(bench: &mut Bench, id: Id) -> (Uid, Ticket) {
+    let committed = everything(bench, id, true);
+    bench.reduce_done(true);
+    committed
 }
 
 /// Whether a commit was taken.

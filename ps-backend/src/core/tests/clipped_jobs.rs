@@ -29,8 +29,7 @@ fn all_sums_are_measured_before_a_version_is_made() {
         let plan = bench.running.clone().unwrap();
         assert!(matches!(&plan.work, Work::Reduce { .. }) && plan.inputs.is_empty());
         assert!(!ok(&bench, ticket), "it is answered with its version");
-        bench.reduce_done(true);
-        assert!(ok(&bench, ticket));
+        bench.answers(ticket);
         assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
         let blocks = f64::from(BLOCKS * (a + b));
         assert_eq!(bench.core.norm(), Some(Norm::new(0.5 * blocks.sqrt())), "of the mean");
@@ -61,8 +60,7 @@ fn what_comes_while_the_sums_are_measured_is_measured_too() {
     assert_eq!(coming(&bench), [1]);
     assert!(bench.running.is_none());
     bench.accumulate_done(true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -125,6 +123,5 @@ fn what_is_measured_is_safe_whatever_becomes_of_the_version() {
     bench.tick(1_000);
     assert!(ok(&bench, ticket), "at its deadline");
     bench.lose(&[ids[0].0]);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
 }

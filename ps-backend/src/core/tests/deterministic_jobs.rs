@@ -1,6 +1,5 @@
 //! Promises of jobs in which the order of learners decides every sum.
 
-use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::bench::{Bench, Id, Uid, blocks, everything, formed, ok, open, uid};
@@ -67,8 +66,7 @@ fn the_wait_ends_at_the_deadline_and_can_be_taken_up_again() {
     let (a, _) = everything(&mut bench, ids[0], false);
     let (b, _) = everything(&mut bench, ids[1], true);
     assert_eq!(order(&bench), [a, b]);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]

@@ -6,7 +6,9 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Uid, blocks, early_job, everything, formed, job, ok, open, patient, payload};
+use super::bench::{
+    Bench, Uid, blocks, completes, early_job, everything, formed, job, ok, open, patient, payload,
+};
 
 #[test]
 fn nothing_completes_before_the_job_is_formed() {
@@ -17,8 +19,7 @@ fn nothing_completes_before_the_job_is_formed() {
     let b = bench.join("b").unwrap();
     assert!(bench.running.is_none(), "b takes part");
     let (b, _) = everything(&mut bench, b, true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -39,8 +40,7 @@ fn raising_learners_counts_when_all_have_left() {
     assert_eq!(bench.core.state(), JobPhase::Running);
     bench.set("learners", "3");
     assert_eq!(bench.core.state(), JobPhase::Running);
-    let (a, _) = everything(&mut bench, ids[0], true);
-    bench.reduce_done(true);
+    let (a, _) = completes(&mut bench, ids[0]);
     assert_eq!(bench.versions_of(&[a]), [Some(Version(1))], "a does not wait for others");
     bench.leave(ids[0].0);
     let next = [bench.join("c").unwrap(), bench.join("d").unwrap()];
@@ -63,8 +63,7 @@ fn a_learner_that_joins_in_mid_step_takes_part_from_the_next_version() {
     bench.reduce_done(true);
     assert!(ok(&bench, commit) && bench.running.is_none(), "the next version needs both");
     everything(&mut bench, ids[0], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[of_b]), [Some(Version(2))]);
+    bench.makes(2, &[of_b]);
 }
 
 #[test]
@@ -74,8 +73,7 @@ fn a_learner_that_joined_in_a_dropped_step_need_not_wait() {
     let b = bench.join("b").unwrap();
     bench.leave(ids[0].0);
     let (of_b, _) = everything(&mut bench, b, true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[of_b]), [Some(Version(1))]);
+    bench.makes(1, &[of_b]);
 }
 
 #[test]
@@ -96,8 +94,7 @@ fn a_committed_contribution_stays_when_its_learner_leaves() {
     let (a, _) = everything(&mut bench, ids[0], true);
     bench.leave(ids[0].0);
     let (b, _) = everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -108,8 +105,7 @@ fn committed_contributions_are_published_when_all_have_left() {
     bench.leave(ids[1].0);
     assert!(bench.running.is_none(), "being accumulated");
     bench.accumulate_done(true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
     assert_eq!(bench.core.state(), JobPhase::Forming, "the next ones are a new job");
 }
 
@@ -138,8 +134,7 @@ fn who_joins_when_all_have_left_takes_no_part_in_the_version_that_is_being_made(
     let (a, _) = everything(&mut bench, next[0], true);
     assert!(bench.running.is_none(), "b takes part");
     let (b, _) = everything(&mut bench, next[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(2)); 2]);
+    bench.makes(2, &[a, b]);
 }
 
 #[test]
@@ -173,8 +168,7 @@ fn below_min_learners_everything_is_refused() {
     assert_eq!(bench.replies[&refused], Err(stopped));
     // It goes on with a new learner; the step that was under way is not repeated.
     bench.join("c").unwrap();
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[taken]), [Some(Version(1))]);
+    bench.makes(1, &[taken]);
 }
 
 #[test]
@@ -307,8 +301,7 @@ fn a_learner_that_comes_back_within_linger_stays() {
         bench.core.touch(ids[0].0, Some(Attached::Yes), bench.now);
         everything(&mut bench, ids[0], true);
         bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
-        bench.reduce_done(true);
-        assert_eq!(bench.versions_of(&[b]), [Some(Version(step))]);
+        bench.makes(step, &[b]);
         // Nobody waits for it meanwhile.
         bench.tick(3_000);
     }
@@ -386,8 +379,7 @@ fn awaited_learners_are_named_after_a_while() {
     bench.tick(10);
     let late = bench.core.late(bench.now).unwrap();
     assert_eq!(late, (began, WaitedFor { learners: vec!["l7".to_owned()], more: 0 }), "the same wait");
-    everything(&mut bench, ids[7], true);
-    bench.reduce_done(true);
+    completes(&mut bench, ids[7]);
     bench.tick(10);
     assert_eq!(bench.core.late(bench.now), None);
 }
@@ -414,8 +406,7 @@ fn a_learner_has_a_whole_lease_after_waiting_for_others() {
         bench.core.touch(ids[1].0, None, bench.now);
     }
     everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
     bench.tick(999);
     assert_eq!(bench.left, []);
     bench.tick(1);
@@ -454,8 +445,7 @@ fn a_learner_that_retries_after_a_timeout_stays_and_one_that_hangs_leaves() {
         (0..4).for_each(|_| bench.tick(200));
     }
     assert_eq!(bench.left, [(a.0, LeaveReason::PatienceOver)]);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(1))]);
+    bench.makes(1, &[uid]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::members::LeaveReason;
 
-use super::bench::{Bench, Id, blocks, everything, formed, ok, open};
+use super::bench::{Bench, Id, blocks, completes, everything, formed, ok, open};
 
 fn quorum(k: u32, names: &[&str]) -> (Bench, Vec<Id>) {
     let (bench, ids) = formed(&[("consistency", &format!("quorum({k})")), ("patience", "1")], names);
@@ -18,8 +18,7 @@ fn a_version_is_made_when_as_many_are_in() {
     let (a, _) = everything(&mut bench, ids[0], true);
     assert!(bench.running.is_none());
     let (c, _) = everything(&mut bench, ids[2], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, c]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, c]);
 }
 
 #[test]
@@ -41,14 +40,12 @@ fn a_late_contribution_counts_in_the_next_version() {
     assert!(!bench.comes(ids[2].0, late, 0));
     for _ in 0..3 {
         everything(&mut bench, ids[0], true);
-        everything(&mut bench, ids[1], true);
-        bench.reduce_done(true);
+        completes(&mut bench, ids[1]);
     }
     let ticket = bench.commit(ids[2].0, step, late, blocks([0]), true, 1_000);
     assert!(ok(&bench, ticket) && bench.running.is_none());
     everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[late]), [Some(Version(4))]);
+    bench.makes(4, &[late]);
 }
 
 #[test]
@@ -57,8 +54,7 @@ fn a_learner_counts_once_in_a_version() {
     let (first, _) = everything(&mut bench, ids[0], true);
     let (second, ticket) = everything(&mut bench, ids[0], true);
     assert!(bench.is_waiting(ticket) && bench.running.is_none(), "one learner is no quorum");
-    let (of_b, _) = everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
+    let (of_b, _) = completes(&mut bench, ids[1]);
     assert_eq!(bench.versions_of(&[first, second, of_b]), [Some(Version(1)), None, Some(Version(1))]);
     assert!(ok(&bench, ticket));
 }
@@ -70,8 +66,7 @@ fn fewer_learners_than_the_quorum_are_enough_when_all_are_in() {
     let (b, _) = everything(&mut bench, ids[1], true);
     assert!(bench.running.is_none());
     bench.leave(ids[2].0);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -80,8 +75,7 @@ fn a_leavers_contribution_counts_towards_the_quorum() {
     let (a, _) = everything(&mut bench, ids[0], true);
     bench.leave(ids[0].0);
     let (b, _) = everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -138,8 +132,7 @@ fn a_silent_learner_leaves_only_when_the_quorum_waits_for_it() {
     for _ in 0..10 {
         everything(&mut bench, ids[0], true);
         bench.tick(400);
-        everything(&mut bench, ids[1], true);
-        bench.reduce_done(true);
+        completes(&mut bench, ids[1]);
     }
     assert_eq!(bench.left, []);
     // b does not come either: now a waits for one of the two.

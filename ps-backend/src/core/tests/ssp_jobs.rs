@@ -4,7 +4,7 @@ use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::bench::{Bench, Id, blocks, everything, formed, ok, open};
+use super::bench::{Bench, Id, blocks, completes, everything, formed, ok, open};
 
 fn ssp(s: u32, names: &[&str]) -> (Bench, Vec<Id>) {
     let (mut bench, ids) = formed(&[("consistency", &format!("ssp({s})")), ("patience", "1")], names);
@@ -40,11 +40,9 @@ fn a_learner_more_than_s_steps_ahead_waits_for_the_slowest() {
         let (_, ticket) = everything(&mut bench, ids[0], true);
         assert!(bench.is_waiting(ticket), "{s}");
         assert!(step(&mut bench, ids[1]) && bench.is_waiting(ticket), "c is still behind");
-        everything(&mut bench, ids[2], true);
-        bench.reduce_done(true);
+        completes(&mut bench, ids[2]);
         assert!(bench.running.is_some(), "the slowest has moved");
-        bench.reduce_done(true);
-        assert!(ok(&bench, ticket));
+        bench.answers(ticket);
     }
 }
 
@@ -60,8 +58,7 @@ fn a_commit_that_waits_for_the_slowest_times_out_and_can_be_sent_again() {
     assert!(why.contains("slowest"), "{why}");
     step(&mut bench, ids[1]);
     let again = bench.commit(ids[0].0, of, uid, what, true, 100);
-    bench.reduce_done(true);
-    assert!(ok(&bench, again));
+    bench.answers(again);
 }
 
 #[test]
@@ -70,8 +67,7 @@ fn the_slowest_that_leaves_frees_the_others() {
     step(&mut bench, ids[0]);
     let (uid, _) = everything(&mut bench, ids[0], true);
     bench.leave(ids[1].0);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(2))]);
+    bench.makes(2, &[uid]);
 }
 
 #[test]
@@ -160,8 +156,7 @@ fn new_weights_while_a_contribution_is_measured_are_no_step() {
     // It is measured again.
     bench.accumulate_done(false);
     bench.accumulate_done(true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(2))]);
+    bench.makes(2, &[uid]);
     let (_, ahead) = everything(&mut bench, ids[0], true);
     assert!(bench.is_waiting(ahead), "it is a step ahead");
     everything(&mut bench, ids[1], true);

@@ -3,7 +3,7 @@
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{BLOCKS, Bench, Id, blocks, formed, ok, open};
+use super::bench::{BLOCKS, Bench, Id, blocks, formed, open};
 
 fn aware(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
     let first = [("consistency", "async"), ("staleness_aware", "true"), ("learning_rate", "0.5")];
@@ -60,8 +60,7 @@ fn a_version_that_there_is_not_is_refused_and_changes_nothing() {
     assert_eq!(why, "the commit says that its learner has version 1, and the newest is 0");
     assert!(bench.running.is_none());
     let ticket = bench.commit_from(ids[0].0, Some(0));
-    bench.reduce_done(true);
-    assert!(ok(&bench, ticket));
+    bench.answers(ticket);
 }
 
 #[test]

@@ -189,8 +189,7 @@ fn the_only_learner_of_an_asynchronous_job_that_writes_has_a_plan() {
     let (_, of_b) = open(&mut bench, b);
     assert!(!bench.comes(b.0, of_b, 0), "the plan is a's");
     let first = commit(&mut bench, a, of_a, 60_000);
-    bench.reduce_done(true);
-    assert!(ok(&bench, first));
+    bench.answers(first);
     assert!(bench.comes(b.0, of_b, 1) || bench.provisional.is_some(), "b is the only one that writes now");
     assert_eq!(bench.versions_of(&[of_a.1]), [Some(Version(1))]);
 }
@@ -200,8 +199,7 @@ fn where_others_commit_meanwhile_an_asynchronous_job_does_without_such_plans() {
     let (mut bench, [a, b], of_a) = asynchronous();
     let (_, committed) = everything(&mut bench, b, false);
     assert!(bench.provisional.is_none() && bench.running.is_some());
-    bench.reduce_done(true);
-    assert!(ok(&bench, committed));
+    bench.answers(committed);
     commit(&mut bench, a, of_a, 60_000);
     bench.reduce_done(true);
     let mut begins = Vec::new();
