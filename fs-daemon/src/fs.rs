@@ -1,20 +1,393 @@
-//! The tree: names, inodes, attributes and what the files are, apart from how the kernel asks for them and from who
-//! opens them.
+//! The filesystem of one mount: its models, the state that all its files share, and their owners and modes; within, the
+//! tree: names, inodes, attributes and what the files are, apart from how the kernel asks for them and from who opens
+//! them.
 //!
-//! [`crate::session`] does the work behind the files. Nothing here blocks for long: a call that has to wait
-//! takes a callback.
+//! [`crate::session`] does the work behind the files. Nothing here blocks for long: a call that has to wait takes a
+//! callback.
 
-pub mod attr;
-pub mod filesystem;
 pub mod model_tree;
-pub mod names;
 pub mod node;
-pub mod open;
-pub mod open_file;
 pub mod text;
-pub mod text_file;
 
+mod attr;
 mod draft;
 mod looked_up;
+mod names;
+mod open;
+mod open_file;
 mod paths;
 mod tensors_name;
+mod text_file;
+
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+use std::time::SystemTime;
+
+use parking_lot::{Mutex, RwLock};
+
+use crate::session::error::{CallError, CallResult};
+use crate::session::model::{Model, OnlyOne};
+
+pub use attr::{Attributes, Keep};
+pub use open::{OpenRequest, Way};
+pub use open_file::OpenFile;
+
+use draft::DraftRoom;
+use looked_up::{Bypassed, Fate, LookedUpNames};
+use model_tree::{Kernel, ModelTree};
+use node::{File, MAX_MODELS, MapsTo, Node};
+use text::MountStatus;
+
+/// Tells what `status.json` shows of the mount.
+pub type StatusSource = Box<dyn Fn() -> MountStatus + Send + Sync>;
+
+const VERSION: &str = "user.gradfs.version";
+const DTYPE: &str = "user.gradfs.dtype";
+const SHAPE: &str = "user.gradfs.shape";
+const ERROR: &str = "user.gradfs.error";
+
+/// The filesystem of one mount.
+pub struct Fs {
+    trees: RwLock<Vec<Slot>>,
+    /// Told when a name is looked up that is no model's: one may have come.
+    unknown: Mutex<Option<SyncSender<()>>>,
+    /// Whether reads and mappings may bypass the daemon.
+    pub passthrough: bool,
+    access: Access,
+    started: SystemTime,
+    looked_up: LookedUpNames,
+    bypassed: Bypassed,
+    one_trace: OnlyOne,
+    status: StatusSource,
+    /// What is being written to settings.
+    drafts: DraftRoom,
+}
+
+/// The place of a model: its index is that of no other as long as the mount lasts, so the kernel never takes an old inode
+/// for one of another model.
+struct Slot {
+    /// None once the model is gone and nobody uses its files.
+    tree: Option<Arc<ModelTree>>,
+    /// Whether its name is in the root.
+    shown: bool,
+}
+
+impl Fs {
+    /// A filesystem with these models.
+    ///
+    /// # Panics
+    /// With more than [`MAX_MODELS`].
+    pub fn new(models: Vec<Arc<Model>>, passthrough: bool, access: Access, status: StatusSource) -> Fs {
+        assert!(models.len() <= MAX_MODELS, "{} models", models.len());
+        let fs = Fs {
+            trees: RwLock::default(),
+            unknown: Mutex::default(),
+            passthrough,
+            access,
+            started: SystemTime::now(),
+            looked_up: LookedUpNames::default(),
+            bypassed: Bypassed::default(),
+            one_trace: OnlyOne::default(),
+            status,
+            drafts: DraftRoom::default(),
+        };
+        models.into_iter().for_each(|model| drop(fs.add(model)));
+        fs
+    }
+
+    /// Shows one more model; `None` if the mount has shown as many as it can.
+    pub fn add(&self, model: Arc<Model>) -> Option<Arc<ModelTree>> {
+        let mut trees = self.trees.write();
+        let index = u8::try_from(trees.len()).ok()?;
+        let tree = Arc::new(ModelTree::new(model, index));
+        trees.push(Slot { tree: Some(Arc::clone(&tree)), shown: true });
+        Some(tree)
+    }
+
+    /// Whether one more model can be shown.
+    pub fn has_room(&self) -> bool {
+        self.trees.read().len() < MAX_MODELS
+    }
+
+    /// The model is gone: its name leads nowhere from now on. False if that was so before.
+    pub fn hide(&self, model: &Model) -> bool {
+        let mut trees = self.trees.write();
+        let of = |slot: &&mut Slot| slot.tree.as_ref().is_some_and(|tree| std::ptr::eq(&*tree.model, model));
+        trees.iter_mut().find(of).is_some_and(|slot| std::mem::take(&mut slot.shown))
+    }
+
+    /// Takes out the models that are gone and whose files nobody uses. Who reads a version keeps its memory, and no more.
+    pub fn take_unused(&self) -> Vec<Arc<ModelTree>> {
+        let unused =
+            |slot: &Slot| !slot.shown && slot.tree.as_ref().is_some_and(|tree| Arc::strong_count(tree) == 1);
+        let mut trees = self.trees.write();
+        trees.iter_mut().filter(|slot| unused(slot)).filter_map(|slot| slot.tree.take()).collect()
+    }
+
+    /// Has `wake` told when a name is looked up in the root that is no model's.
+    pub fn on_unknown(&self, wake: SyncSender<()>) {
+        *self.unknown.lock() = Some(wake);
+    }
+
+    /// The models, in the order of their indices, those too that are gone and still in use.
+    pub fn trees(&self) -> Vec<Arc<ModelTree>> {
+        self.trees.read().iter().filter_map(|slot| slot.tree.clone()).collect()
+    }
+
+    /// The models whose names are in the root, in the order of their indices.
+    pub fn shown(&self) -> Vec<Arc<ModelTree>> {
+        let trees = self.trees.read();
+        trees.iter().filter(|slot| slot.shown).filter_map(|slot| slot.tree.clone()).collect()
+    }
+
+    /// Whether the name in `parent` that led to this inode leads to it for good.
+    pub fn is_fixed(&self, parent: u64, ino: u64) -> bool {
+        match (Node::from_ino(parent), Node::from_ino(ino)) {
+            (_, Some(Node::Model(_, File::Learner(_) | File::Publish(_))) | None) => false,
+            // The name leads to the inode that maps to the page cache.
+            (_, Some(Node::Model(_, file))) if file.maps() == Some(MapsTo::Memory) => false,
+            // The kernel is told to drop the name in time.
+            (_, Some(Node::Model(_, File::Tensors(..)))) => true,
+            // A version's own directory never changes.
+            (Some(Node::Model(_, dir)), _) if dir.version().is_some() => true,
+            (_, Some(Node::Model(_, file))) => file.version().is_none(),
+            (_, Some(_)) => true,
+        }
+    }
+
+    /// The model with this index.
+    ///
+    /// # Errors
+    /// ENOENT.
+    pub fn tree(&self, index: u8) -> CallResult<Arc<ModelTree>> {
+        let trees = self.trees.read();
+        trees.get(usize::from(index)).and_then(|slot| slot.tree.clone()).ok_or_else(CallError::not_found)
+    }
+
+    /// The model that an inode is of, and the learner whose file it is: what a line of the log names.
+    pub fn whose(&self, ino: u64) -> (Option<Arc<Model>>, Option<String>) {
+        let Some(Node::Model(index, file)) = Node::from_ino(ino) else { return (None, None) };
+        let Ok(tree) = self.tree(index) else { return (None, None) };
+        let model = &tree.model;
+        let learner = match file {
+            File::Gradients(_) | File::Device => Some(model.own_name.clone()),
+            file => file.learner().and_then(|id| model.learner(id).ok()).map(|learner| learner.name.clone()),
+        };
+        (Some(Arc::clone(model)), learner)
+    }
+
+    /// The facts about the mount in `status.json`, besides the model.
+    fn mount_status(&self) -> MountStatus {
+        (self.status)()
+    }
+
+    fn node(&self, ino: u64) -> CallResult<Node> {
+        Node::from_ino(ino).ok_or_else(CallError::not_found)
+    }
+
+    /// The kernel forgets `count` lookups of an inode.
+    pub fn forget(&self, ino: u64, count: u64) {
+        if let Some(Node::Model(index, file)) = Node::from_ino(ino)
+            && let Some(version) = file.version()
+        {
+            self.looked_up.forgotten(index, version, ino, count);
+            let Ok(tree) = self.tree(index) else { return };
+            if file.is_flat() && self.bypassed.forgotten(ino, count) {
+                tree.model.job.unmap_version(version);
+            }
+            if let Some(version) = file.names() {
+                tree.model.job.forget(version, count);
+            }
+        }
+    }
+
+    /// Drops names that lead to new inodes from the kernel's cache. The kernel then lets go of the old inodes
+    /// once nobody has them open or mapped, and their memory can be used again.
+    pub fn drop_moved_names(&self, tree: &ModelTree, kernel: &dyn Kernel, patient: bool) {
+        let (index, model) = (tree.index, &tree.model);
+        let dir = Node::Model(index, File::Dir).ino();
+        for name in ["weights", "weights.safetensors"] {
+            kernel.forget_name(dir, name);
+        }
+        for learner in model.learners() {
+            kernel.forget_name(Node::Model(index, File::Learner(learner.id)).ino(), "weights");
+        }
+        let versions = Node::Model(index, File::Versions).ino();
+        let retained = model.job.retained();
+        for old in model.job.versions() {
+            if !retained.contains(&old) {
+                kernel.forget_name(versions, &old.to_string());
+            }
+        }
+        self.drop_old_names(tree, kernel, patient);
+    }
+
+    /// A lookup that was under way while its name was dropped brings the name back: dropped again, for as
+    /// long as versions are there that nobody should want any more.
+    pub fn drop_leftovers(&self, kernel: &dyn Kernel) {
+        for tree in self.trees() {
+            if tree.model.job.versions().len() > tree.model.job.retained().len() {
+                self.drop_moved_names(&tree, kernel, false);
+            }
+        }
+    }
+
+    /// Makes the kernel let go of names in directories of versions that are no longer retained.
+    fn drop_old_names(&self, tree: &ModelTree, kernel: &dyn Kernel, patient: bool) {
+        let job = &tree.model.job;
+        let retained = job.retained();
+        let fate = |version| match job.get(version) {
+            _ if retained.contains(&version) => Fate::Stays,
+            Some(_) => Fate::Held,
+            None => Fate::Gone,
+        };
+        for (parent, name) in self.looked_up.to_drop(tree.index, patient, fate) {
+            kernel.forget_name(parent, &name);
+        }
+    }
+
+    /// Names of the extended attributes of an inode.
+    ///
+    /// # Errors
+    /// ENOENT.
+    pub fn xattrs(&self, ino: u64) -> CallResult<Vec<&'static str>> {
+        let Node::Model(index, file) = self.node(ino)? else { return Ok(Vec::new()) };
+        let tree = self.tree(index)?;
+        Ok([VERSION, DTYPE, SHAPE, ERROR]
+            .into_iter()
+            .filter(|name| value(&tree, file, name).is_some())
+            .collect())
+    }
+
+    /// The value of one.
+    ///
+    /// # Errors
+    /// ENODATA when the inode does not have it, EOPNOTSUPP for kinds of attributes that no inode has, ENOENT.
+    pub fn xattr(&self, ino: u64, name: &str) -> CallResult<String> {
+        // Asked for by the kernel itself, often: answered before anything is looked up. Access control lists and
+        // security labels are asked for by `ls -l`, of one file only where it hears that there are none at all.
+        if !name.starts_with("user.") {
+            return Err(CallError::new(libc::EOPNOTSUPP, "no such kind of attribute"));
+        }
+        let none = || CallError::new(libc::ENODATA, "no such attribute");
+        if !name.starts_with("user.gradfs.") {
+            return Err(none());
+        }
+        let Node::Model(index, file) = self.node(ino)? else { return Err(none()) };
+        value(&*self.tree(index)?, file, name).ok_or_else(none)
+    }
+}
+
+/// The inode shows an older version than the caller must see: the kernel looks the name up again.
+pub fn stale() -> CallError {
+    CallError::new(libc::ESTALE, "a newer version is out")
+}
+
+fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
+    let tensors = tree.model.layout.tensors();
+    let of_tensor = match file {
+        File::Tensor(_, index) | File::RetainedTensor(_, index) => Some(tensors.get(index as usize)?),
+        // A model of one tensor is that tensor.
+        _ if tensors.len() == 1 => tensors.first(),
+        _ => None,
+    };
+    let has_data = file.version().is_some() && !file.is_dir() && !matches!(file, File::RetainedText(_));
+    let takes_data =
+        matches!(file, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_));
+    match name {
+        VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
+        VERSION if matches!(file, File::Device | File::VersionText) => Some(tree.shown_version().to_string()),
+        DTYPE if has_data || takes_data => Some(match of_tensor {
+            Some(tensor) => tensor.dtype.name(),
+            None if tensors.iter().all(|tensor| tensor.dtype == tensors[0].dtype) => tensors[0].dtype.name(),
+            None => "mixed".to_owned(),
+        }),
+        SHAPE if has_data || takes_data => of_tensor.map(|tensor| {
+            let sizes: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
+            format!("[{}]", sizes.join(", "))
+        }),
+        ERROR => tree.refusal_of(file)?.text(),
+        _ => None,
+    }
+}
+
+/// The owner of the files in the mount, except of learners that others have made, and who else may use it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// User and group.
+    pub owner: Owner,
+    /// Permission bits that are taken away from what each kind of file could have; `None` for the modes of a mount that
+    /// only its owner writes to.
+    pub umask: Option<u16>,
+}
+
+/// User and group of a file.
+pub type Owner = (u32, u32);
+
+/// The uses of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileUse {
+    /// A directory in which nothing can be made.
+    Dir,
+    /// The directory in which learners are made and removed.
+    Learners,
+    /// Programs only read it.
+    Read,
+    /// Everybody may read it. A program that may write it changes the job for all.
+    Shared,
+    /// Contributions and publications.
+    Contribute,
+    /// Its owner reads it.
+    Owner,
+}
+
+impl Access {
+    /// The permission bits of a file.
+    pub fn mode(&self, file: FileUse) -> u16 {
+        let Some(umask) = self.umask else {
+            return match file {
+                FileUse::Dir | FileUse::Learners => 0o755,
+                FileUse::Read => 0o444,
+                FileUse::Shared => 0o644,
+                FileUse::Contribute => 0o600,
+                FileUse::Owner => 0o400,
+            };
+        };
+        let bits = match file {
+            FileUse::Dir => 0o755,
+            // The mask decides who makes learners.
+            FileUse::Learners => 0o777,
+            FileUse::Read => 0o444,
+            FileUse::Shared | FileUse::Contribute => 0o666,
+            FileUse::Owner => 0o400,
+        };
+        let mode = bits & !umask;
+        // As in /tmp: a user who makes learners removes only their own.
+        if file == FileUse::Learners && mode & 0o022 != 0 { mode | 0o1000 } else { mode }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mask_opens_what_is_written_and_nothing_else() {
+        let modes = |umask| {
+            let access = Access { owner: (0, 0), umask };
+            [
+                FileUse::Dir,
+                FileUse::Learners,
+                FileUse::Read,
+                FileUse::Shared,
+                FileUse::Contribute,
+                FileUse::Owner,
+            ]
+            .map(|file| access.mode(file))
+        };
+        assert_eq!(modes(None), [0o755, 0o755, 0o444, 0o644, 0o600, 0o400]);
+        assert_eq!(modes(Some(0)), [0o755, 0o1777, 0o444, 0o666, 0o666, 0o400]);
+        assert_eq!(modes(Some(0o027)), [0o750, 0o750, 0o440, 0o640, 0o640, 0o400]);
+        assert_eq!(modes(Some(0o007)), [0o750, 0o1770, 0o440, 0o660, 0o660, 0o400]);
+    }
+}

@@ -7,11 +7,9 @@
 pub mod access;
 pub mod calls;
 
-mod closing;
 mod endings;
 mod lookups;
 mod open_files;
-mod opening;
 mod pending_exits;
 mod process;
 mod refusals;
@@ -40,12 +38,12 @@ use nix::unistd::{getgid, getuid};
 use parking_lot::Mutex;
 
 use self::calls::Calls;
-use self::opening::Opened;
+use self::calls::Opened;
 use self::refusals::Caller;
 use crate::config::Mounting;
-use crate::fs::filesystem::Fs;
+use crate::fs::Fs;
+use crate::fs::Way;
 use crate::fs::model_tree::Kernel;
-use crate::fs::open::Way;
 
 /// The kernel's names for memory that files bypass the daemon to.
 type Backings = Mutex<HashMap<usize, (Arc<fuser::BackingId>, Weak<Mapping>)>>;

@@ -23,7 +23,7 @@ use nix::sys::statvfs::statvfs;
 use nix::unistd::geteuid;
 use parking_lot::Mutex;
 
-use self::lock::{Held, Lock};
+use self::lock::{Lock, LockHolder};
 use self::mountinfo::{Mount, OpenTable};
 use crate::error::Error;
 
@@ -235,7 +235,7 @@ fn inside_dead(path: &Path, mount: &Mount, error: &io::Error) -> Option<Error> {
     })
 }
 
-fn in_use(path: &Path, held: &Held) -> Error {
+fn in_use(path: &Path, held: &LockHolder) -> Error {
     let shown = path.display();
     let mounted = mountinfo::topmost(path).is_ok_and(|mount| mount.is_some());
     let what = if mounted { "is already mounted by" } else { "is being mounted or unmounted by" };

@@ -11,7 +11,7 @@ use libmodelio::client::ShardView;
 use crate::background::Ready;
 use crate::config::{MAX_MODELS, Mounting, Permissions};
 use crate::error::{self, Error};
-use crate::fs::filesystem::Access;
+use crate::fs::Access;
 use crate::fs::model_tree::Kernel;
 use crate::fs::node;
 use crate::fuse;

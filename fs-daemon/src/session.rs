@@ -24,7 +24,6 @@ pub mod wait_log;
 
 mod explained;
 mod file_headers;
-mod freshness;
 mod written;
 
 #[cfg(test)]

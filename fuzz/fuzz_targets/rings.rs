@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use libmodelio::transport::shm::{Broken, End, Meeting, RING, Wants, receive};
+use libmodelio::transport::shm::{Broken, Meeting, RING, RingEnd, Wants, receive};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -73,7 +73,7 @@ impl Peer {
     }
 }
 
-fn meet() -> (Peer, End, OwnedFd) {
+fn meet() -> (Peer, RingEnd, OwnedFd) {
     let memory = memfd_create(c"fuzz", MFdFlags::MFD_ALLOW_SEALING).expect("a memfd");
     nix::unistd::ftruncate(&memory, MEMORY as i64).expect("a length");
     fcntl(&memory, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).expect("a seal");

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use modelio_base::bytes::mmap::Mapping;
-use modelio_base::transport::stream::{Connection, Piece, Stream, Target};
+use modelio_base::transport::stream::{Connection, LentPayload, Stream, Target};
 
 use crate::device_info::DeviceInfo;
 use crate::device_memory::DeviceMemory;
@@ -76,7 +76,7 @@ absent! {
         fn room(self: &Self, usize) -> usize;
         fn read(self: &Self, u64, Slot, usize, RemoteMemory, bool) -> Result<(), (VerbsError, Slot)>;
         fn read_to(self: &Self, u64, Target, Arc<Registration>, RemoteMemory) -> Result<(), VerbsError>;
-        fn write(self: &Self, u64, Piece, Arc<Registration>, RemoteMemory) -> Result<(), VerbsError>;
+        fn write(self: &Self, u64, LentPayload, Arc<Registration>, RemoteMemory) -> Result<(), VerbsError>;
         fn post(self: &Self) -> Result<(), VerbsError>;
         fn take(self: &Self, &mut Done);
         fn give_up(self: &Self, &VerbsError);

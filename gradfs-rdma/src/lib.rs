@@ -25,6 +25,8 @@
 //! them without it. It has the same names, and types of which there is no value. So whoever uses this crate is compiled
 //! in every build, and asks nothing but [`IS_BUILT_IN`].
 
+#![warn(unreachable_pub)]
+
 #[cfg(not(feature = "verbs"))]
 mod absent;
 #[cfg(feature = "verbs")]

@@ -43,7 +43,7 @@ pub(super) struct Pump {
 
 impl Pump {
     /// A driver of `poller`'s queue pairs, those in `assigned` and `expected`. With `flags`, peers write flags.
-    pub fn new(
+    pub(crate) fn new(
         poller: &Arc<Poller>,
         (assigned, expected): (Arc<Assigned>, Arc<Expected>),
         thread: Arc<ThreadState>,

@@ -11,7 +11,7 @@ use super::options::Mtu;
 use super::verbs::{
     CmId, Completion, Done, Pair, Registration, RemoteMemory, Reserved, Rings, Slot, VerbsError, Work,
 };
-use modelio_base::transport::stream::{Close, Connection, Piece, ReceiveSlices, SendSlices, Target};
+use modelio_base::transport::stream::{Close, Connection, LentPayload, ReceiveSlices, SendSlices, Target};
 
 /// The number of work requests that are kept for the rings.
 const KEPT: usize = 8;
@@ -152,7 +152,7 @@ impl QueuePair {
     pub fn write(
         &self,
         token: u64,
-        piece: Piece,
+        piece: LentPayload,
         registration: Arc<Registration>,
         to: RemoteMemory,
     ) -> Result<(), VerbsError> {

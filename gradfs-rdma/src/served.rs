@@ -32,13 +32,13 @@ enum Finished {
 }
 
 impl Served {
-    pub fn new(queue_pair: Arc<QueuePair>, token: Token, said: UnixStream) -> Served {
+    pub(crate) fn new(queue_pair: Arc<QueuePair>, token: Token, said: UnixStream) -> Served {
         let [receiving, sending, gone] = [false; 3];
         Served { queue_pair, token, receiving, sending, gone, said, finished: Finished::Not }
     }
 
     /// The stream has sent everything. False if that is known already.
-    pub fn ends(&mut self) -> bool {
+    pub(crate) fn ends(&mut self) -> bool {
         let is_news = self.finished == Finished::Not;
         if is_news {
             self.finish();
@@ -59,7 +59,7 @@ impl Served {
     }
 
     /// Moves bytes, and reports finished operations.
-    pub fn progress(&mut self, port: &mut Port, done: &mut Vec<Completion>) {
+    pub(crate) fn progress(&mut self, port: &mut Port, done: &mut Vec<Completion>) {
         let failed = |error: &dyn std::fmt::Display| {
             tracing::debug!(%error, "an RDMA connection is over");
             Errno::ECONNRESET
@@ -93,7 +93,7 @@ impl Served {
     }
 
     /// Whether bytes can be moved.
-    pub fn is_possible(&self) -> bool {
+    pub(crate) fn is_possible(&self) -> bool {
         self.queue_pair.possible(self.receiving, self.sending, self.gone)
     }
 }

@@ -36,7 +36,7 @@ use crate::bytes::mmap::Mapping;
 use crate::bytes::region::Region;
 use crate::client::Job;
 use crate::mapped::MappedMemory;
-use crate::tracker::{Piece, WriteRefused};
+use crate::tracker::{BlockPart, WriteRefused};
 use crate::vocabulary::block_slot::{BlockSlot, Placement};
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::vocabulary::layout::ModelLayout;
@@ -403,7 +403,7 @@ impl Contributor {
     }
 
     /// Ships or stages one piece. It always takes the in-flight mark back.
-    fn take(&self, piece: &Piece, data: &[u8], step: Step, staging: &Region) -> Result<(), ShardError> {
+    fn take(&self, piece: &BlockPart, data: &[u8], step: Step, staging: &Region) -> Result<(), ShardError> {
         let start = piece.bytes.start as usize;
         if piece.whole {
             let placed = self.offer(piece.block, data, step, Some(staging));
@@ -432,7 +432,7 @@ impl Contributor {
     }
 
     /// Offers a block that lies whole in staging.
-    fn offer_staged(&self, piece: &Piece, step: Step, staging: &Region) -> Result<(), ShardError> {
+    fn offer_staged(&self, piece: &BlockPart, step: Step, staging: &Region) -> Result<(), ShardError> {
         let block = self.layout.block_bytes(piece.block);
         // SAFETY: the block is whole and marked as sent, so no write enters it any more.
         let whole = unsafe { staging.memory().bytes(block.start as usize..block.end as usize) };
@@ -466,7 +466,7 @@ impl Contributor {
 
     /// Records the outcome of an offered block. A failure is recorded in the same moment, so a commit that finds
     /// nothing in flight finds all failures.
-    fn placed(&self, piece: &Piece, placed: Result<Placement, ShardError>) -> Result<(), ShardError> {
+    fn placed(&self, piece: &BlockPart, placed: Result<Placement, ShardError>) -> Result<(), ShardError> {
         let mut state = self.state.lock();
         state.coverage.tracker.sent(piece.block, matches!(placed, Ok(Placement::Deferred)));
         if let Err(error) = &placed {
@@ -477,7 +477,7 @@ impl Contributor {
     }
 
     /// A part of a block cannot be staged. The contribution fails.
-    fn not_staged(&self, piece: &Piece, error: ShardError) -> Result<(), ShardError> {
+    fn not_staged(&self, piece: &BlockPart, error: ShardError) -> Result<(), ShardError> {
         let mut state = self.state.lock();
         if state.coverage.tracker.copied(piece.block) {
             state.coverage.tracker.sent(piece.block, false);
@@ -509,9 +509,9 @@ fn region(job: &Job, name: &str) -> Result<Region, ShardError> {
 
 /// The pieces of one request. They are on the stack unless there are very many.
 struct PieceList {
-    inline: [Option<Piece>; PIECES],
+    inline: [Option<BlockPart>; PIECES],
     len: usize,
-    more: Vec<Piece>,
+    more: Vec<BlockPart>,
 }
 
 impl Default for PieceList {
@@ -521,7 +521,7 @@ impl Default for PieceList {
 }
 
 impl PieceList {
-    fn push(&mut self, piece: Piece) {
+    fn push(&mut self, piece: BlockPart) {
         if let Some(slot) = self.inline.get_mut(self.len) {
             *slot = Some(piece);
             self.len += 1;
@@ -530,7 +530,7 @@ impl PieceList {
         }
     }
 
-    fn for_each(&self, mut each: impl FnMut(&Piece)) {
+    fn for_each(&self, mut each: impl FnMut(&BlockPart)) {
         self.inline[..self.len].iter().flatten().chain(&self.more).for_each(&mut each);
     }
 }

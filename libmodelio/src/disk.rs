@@ -23,7 +23,7 @@ use crate::bytes::mmap::Mapping;
 use crate::bytes::region::Region;
 use crate::client::{Done, Job};
 use crate::reader::Reader;
-use crate::transport::stream::{Guard, Piece, Target};
+use crate::transport::stream::{Guard, LentPayload, Target};
 use crate::vocabulary::block_ranges::MAX_RANGES;
 use crate::vocabulary::ids::Version;
 use crate::vocabulary::shard_error::ShardError;
@@ -117,7 +117,7 @@ impl Disk {
     ///
     /// # Panics
     /// When `range` leaves the model.
-    pub fn read(self: &Arc<Self>, range: Range<u64>, mut piece: impl FnMut(Piece)) {
+    pub fn read(self: &Arc<Self>, range: Range<u64>, mut piece: impl FnMut(LentPayload)) {
         let state = self.up_to_date();
         let DiskState { chunks, base, .. } = &*state;
         chunks.read(range, |range, source| {
@@ -127,7 +127,7 @@ impl Disk {
                 // something in between, as from any disk.
                 Source::Memory => unsafe {
                     let bytes = self.memory.bytes(span(&range));
-                    Piece::new(bytes, None, Arc::clone(&self.memory) as Guard)
+                    LentPayload::new(bytes, None, Arc::clone(&self.memory) as Guard)
                 },
             });
         });

@@ -41,6 +41,8 @@
 //! `examples/` has programs for the first four rows. The other modules are those of the daemon and the shards: they are
 //! public for these crates, and change without notice.
 
+#![warn(unreachable_pub)]
+
 #[doc(hidden)]
 pub mod admin;
 #[doc(hidden)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::bytes::region::Region;
 use crate::client::{Job, VersionView};
-use crate::transport::stream::{Guard, Piece};
+use crate::transport::stream::{Guard, LentPayload};
 use crate::vocabulary::ids::Version;
 
 /// A pinned version. The pin is given back when the reader is dropped.
@@ -53,7 +53,7 @@ impl Reader {
     ///
     /// # Panics
     /// When `range` leaves the model.
-    pub fn piece(self: &Arc<Self>, range: Range<u64>) -> Piece {
+    pub fn piece(self: &Arc<Self>, range: Range<u64>) -> LentPayload {
         self.view.piece(range, Arc::clone(self) as Guard)
     }
 

@@ -37,7 +37,7 @@ pub enum WriteRefused {
 
 /// One block's share of a write.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct BlockPart {
     /// The block.
     pub block: BlockId,
     /// Bytes in the model's flat range.
@@ -125,7 +125,12 @@ impl ContributionTracker {
     ///
     /// # Errors
     /// [`WriteRefused`]; then nothing is reserved and `each` was not called.
-    pub fn begin(&mut self, offset: u64, len: u64, mut each: impl FnMut(Piece)) -> Result<(), WriteRefused> {
+    pub fn begin(
+        &mut self,
+        offset: u64,
+        len: u64,
+        mut each: impl FnMut(BlockPart),
+    ) -> Result<(), WriteRefused> {
         let end = offset.checked_add(len).filter(|&end| end <= self.size).ok_or(WriteRefused::PastEnd {
             offset,
             end: offset.saturating_add(len),
@@ -156,7 +161,7 @@ impl ContributionTracker {
                 partial.copying += 1;
             }
             self.in_flight += 1;
-            each(Piece { block, bytes, whole });
+            each(BlockPart { block, bytes, whole });
         }
         self.bytes += len;
         Ok(())
@@ -281,7 +286,7 @@ mod tests {
         ContributionTracker::new(3 * u64::from(BLOCK) + 100, BLOCK)
     }
 
-    fn begin(tracker: &mut ContributionTracker, offset: u64, len: u64) -> Vec<Piece> {
+    fn begin(tracker: &mut ContributionTracker, offset: u64, len: u64) -> Vec<BlockPart> {
         let mut pieces = Vec::new();
         tracker.begin(offset, len, |piece| pieces.push(piece)).unwrap();
         pieces

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use libmodelio::tracker::{ContributionTracker, Gaps, Piece, WriteRefused};
+use libmodelio::tracker::{BlockPart, ContributionTracker, Gaps, WriteRefused};
 use libmodelio::vocabulary::ids::BlockId;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
@@ -24,7 +24,7 @@ struct Model {
     bytes: Vec<Byte>,
     deferred: Vec<bool>,
     /// Reserved pieces that have not been answered.
-    copying: Vec<Piece>,
+    copying: Vec<BlockPart>,
     offered: Vec<BlockId>,
     written: u64,
 }
@@ -59,7 +59,7 @@ impl Model {
     }
 
     /// What a write of this range has to become.
-    fn pieces(&self, offset: u64, len: u64) -> Result<Vec<Piece>, WriteRefused> {
+    fn pieces(&self, offset: u64, len: u64) -> Result<Vec<BlockPart>, WriteRefused> {
         let end = offset.saturating_add(len);
         if end > self.size() {
             return Err(WriteRefused::PastEnd { offset, end, size: self.size() });
@@ -76,7 +76,7 @@ impl Model {
             }
             let whole = bytes == extent && self.block(block).iter().all(|byte| *byte == Byte::Unwritten);
             let block = BlockId(block as u32);
-            pieces.push(Piece { block, bytes: bytes.start as u64..bytes.end as u64, whole });
+            pieces.push(BlockPart { block, bytes: bytes.start as u64..bytes.end as u64, whole });
         }
         Ok(pieces)
     }

@@ -2,6 +2,8 @@
 //!
 //! libmodelio re-exports all of it, under the same names. Other programs use it from there.
 
+#![warn(unreachable_pub)]
+
 pub mod bytes;
 pub mod transport;
 pub mod vocabulary;

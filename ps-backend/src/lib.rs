@@ -1,5 +1,7 @@
 //! Aggregation shards of gradfs: block store, reducers, versions, membership.
 
+#![warn(unreachable_pub)]
+
 pub mod coordinator;
 pub mod core;
 pub mod create;

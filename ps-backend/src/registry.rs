@@ -17,7 +17,7 @@ use std::time::Duration;
 use libmodelio::vocabulary::block_map::MAX_SHARDS;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::wire::{
-    Fate, Held, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord, check_model_name,
+    Fate, HeldPartition, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord, check_model_name,
 };
 
 use self::deleted::Deleted;
@@ -354,7 +354,7 @@ impl RegistryCore {
     }
 
     /// The registry's answer to a shard about one of its partitions.
-    fn fate(&self, held: &Held) -> Fate {
+    fn fate(&self, held: &HeldPartition) -> Fate {
         match self.models.get(&held.model) {
             Some(model) if model.generation == held.generation => Fate::Known { epoch: model.epoch },
             _ if self.deleted.contains(&held.model, held.generation) => Fate::Deleted,

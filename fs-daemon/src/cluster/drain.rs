@@ -9,7 +9,7 @@ mod coordinators;
 use std::time::{Duration, Instant};
 
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
-use libmodelio::wire::{Fate, Held, ModelRecord, ShardRecord};
+use libmodelio::wire::{Fate, HeldPartition, ModelRecord, ShardRecord};
 
 use super::{ask, deadline, explain_new_registry, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
@@ -185,7 +185,7 @@ impl Drain<'_> {
     /// Whether the registry knows that the model is deleted.
     fn is_deleted(&self, record: &ModelRecord) -> Result<bool, RegistryError> {
         let ModelRecord { name, generation, epoch, .. } = record;
-        let held = [Held { model: name.clone(), generation: *generation, epoch: *epoch }];
+        let held = [HeldPartition { model: name.clone(), generation: *generation, epoch: *epoch }];
         let (_, fates) = self.table.holding(self.shard.shard, &held, &[], deadline())?;
         Ok(!matches!(fates[..], [Fate::Unknown | Fate::Known { .. }]))
     }

@@ -8,7 +8,7 @@ use libmodelio::registry::Registry;
 use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions};
 use libmodelio::vocabulary::ids::ShardId;
 use libmodelio::vocabulary::transport_kind::NO_RDMA;
-use libmodelio::wire::{Fate, Held, ModelRecord, ShardRecord};
+use libmodelio::wire::{Fate, HeldPartition, ModelRecord, ShardRecord};
 
 use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::background::Ready;
@@ -79,7 +79,7 @@ struct Found {
     /// One set of threads moves the bytes of all models.
     reactor: Arc<Reactor>,
     /// The life of each model that was shown, by its name.
-    lives: HashMap<String, Held>,
+    lives: HashMap<String, HeldPartition>,
     /// Why models are not shown, as far as that was said.
     complained: HashMap<String, String>,
 }
@@ -89,14 +89,14 @@ impl Found {
         let is_first = self.lives.is_empty();
         let model = connect(record, shards, (&self.registry, &self.reactor), is_first, &self.config)?;
         let ModelRecord { name, generation, epoch, .. } = record;
-        let held = Held { model: name.clone(), generation: *generation, epoch: *epoch };
+        let held = HeldPartition { model: name.clone(), generation: *generation, epoch: *epoch };
         self.lives.insert(name.clone(), held);
         Ok(Arc::new(model))
     }
 
     /// The models that were deleted, as the registry says. One that was restarted may not know a model yet, and says so.
     fn gone(&self, shown: &[Arc<Model>]) -> Vec<Arc<Model>> {
-        let (models, held): (Vec<_>, Vec<Held>) =
+        let (models, held): (Vec<_>, Vec<HeldPartition>) =
             shown.iter().filter_map(|model| Some((model, self.lives.get(&model.name)?.clone()))).unzip();
         let fates = self.registry.holding(ShardId(0), &held, &[], deadline());
         let fates = fates.map(|(_, fates)| fates).unwrap_or_default();

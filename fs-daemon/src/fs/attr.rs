@@ -4,10 +4,10 @@ use std::time::SystemTime;
 
 use libmodelio::vocabulary::ids::Version;
 
-use super::filesystem::{Fs, Owner, Use};
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
 use super::text;
+use super::{FileUse, Fs, Owner};
 use crate::session::error::{CallError, CallResult};
 use crate::session::model::Model;
 
@@ -244,16 +244,16 @@ pub struct Space {
 const FILES_OF_LEARNER: u64 = 7;
 
 /// The use of an inode.
-fn use_of(node: Node) -> Use {
+fn use_of(node: Node) -> FileUse {
     match node {
-        Node::Model(_, File::Learners) => Use::Learners,
-        Node::Model(_, File::Weights(_) | File::Control(_) | File::LearnerWeight(_)) => Use::Shared,
+        Node::Model(_, File::Learners) => FileUse::Learners,
+        Node::Model(_, File::Weights(_) | File::Control(_) | File::LearnerWeight(_)) => FileUse::Shared,
         Node::Model(_, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_)) => {
-            Use::Contribute
+            FileUse::Contribute
         }
-        Node::Model(_, File::Snapshot) | Node::Trace => Use::Owner,
-        _ if node.is_dir() => Use::Dir,
-        _ => Use::Read,
+        Node::Model(_, File::Snapshot) | Node::Trace => FileUse::Owner,
+        _ if node.is_dir() => FileUse::Dir,
+        _ => FileUse::Read,
     }
 }
 

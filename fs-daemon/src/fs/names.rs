@@ -7,12 +7,12 @@ use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::members::LeaveReason;
 
+use super::Owner;
 use super::attr::Attributes;
-use super::filesystem::Owner;
-use super::filesystem::{Fs, stale};
 use super::model_tree::ModelTree;
 use super::node::{File, MapsTo, Node};
 use super::paths::Child;
+use super::{Fs, stale};
 use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::{MAX_LEARNER_NAME, is_learner_name, wrong_learner_name};

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use libmodelio::bytes::region::Region;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 
-use super::filesystem::{Fs, stale};
 use super::model_tree::{ModelTree, safetensors_header};
 use super::node::{File, MapsTo, Node};
 use super::open_file::{OpenFile, VersionFile};
+use super::{Fs, stale};
 use crate::session::capture::Capture;
 use crate::session::contribution::Contribution;
 use crate::session::error::{CallError, CallResult, Done};

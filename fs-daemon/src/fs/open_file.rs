@@ -7,7 +7,7 @@ use std::sync::Arc;
 use libmodelio::contributor::Wrote;
 use libmodelio::vocabulary::ids::Version;
 
-use super::filesystem::Fs;
+use super::Fs;
 use super::model_tree::ModelTree;
 use super::text_file::TextFile;
 use crate::session::capture::Capture;

@@ -12,8 +12,8 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::{NoWeight, Weight};
 use parking_lot::Mutex;
 
+use super::Fs;
 use super::draft::{Draft, NotTaken};
-use super::filesystem::Fs;
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
 use super::text;

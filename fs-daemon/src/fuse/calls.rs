@@ -4,6 +4,9 @@
 //! who has a file open and whose close counts (`users`, `endings`, `closing`), what the end of a process means
 //! (`watches`, `pending_exits`), and waits that a signal ends (`waits`).
 
+mod closing;
+mod opening;
+
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io;
@@ -23,18 +26,20 @@ use super::process::is_making_directory;
 use super::users::Holder;
 use super::waits::{CHECK_INTERVAL, Waits};
 use super::watches::Watches;
-use crate::fs::attr::Attributes;
-use crate::fs::filesystem::Access;
-use crate::fs::filesystem::Fs;
+use crate::fs::Access;
+use crate::fs::Attributes;
+use crate::fs::Fs;
+use crate::fs::OpenFile;
 use crate::fs::model_tree::Kernel;
 use crate::fs::model_tree::ModelTree;
 use crate::fs::node::{File, Node, ROOT_INO};
-use crate::fs::open_file::OpenFile;
 use crate::fs::text::MountStatus;
 use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::model::Model;
 use crate::session::wait_log::WaitLog;
+
+pub use opening::Opened;
 
 /// Somebody polls a file; called once when it is ready.
 pub type Wake = Box<dyn FnOnce() + Send>;

@@ -13,8 +13,8 @@ use parking_lot::RwLock;
 
 use super::endings::{self, Candidate};
 use super::users::FileUsers;
+use crate::fs::OpenFile;
 use crate::fs::node::{MapsTo, Node};
-use crate::fs::open_file::OpenFile;
 use crate::session::error::{CallError, CallResult};
 
 /// A file that programs have open.

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use super::open_files::ProgramFile;
 use super::process::Exit;
-use crate::fs::open_file::OpenFile;
+use crate::fs::OpenFile;
 use crate::session::contribution::Ending;
 use crate::session::error::{CallError, CallResult, Done};
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::process::thread_group;
-use crate::fs::filesystem::Fs;
+use crate::fs::Fs;
 use crate::session::error::CallError;
 
 /// How long what is shown of a kind counts.

@@ -1,4 +1,4 @@
-//! Every request of the kernel, passed on to [`Calls`](super::calls::Calls) or [`Fs`](crate::fs::filesystem::Fs), and the refusals of those it does not have.
+//! Every request of the kernel, passed on to [`Calls`](super::calls::Calls) or [`Fs`](crate::fs::Fs), and the refusals of those it does not have.
 
 use std::ffi::OsStr;
 use std::io;
@@ -16,7 +16,7 @@ use super::Binding;
 use super::calls::Wake;
 use super::refusals::Caller;
 use super::users::Holder;
-use crate::fs::attr::{Attributes, Keep};
+use crate::fs::{Attributes, Keep};
 use crate::session::error::{CallResult, Done};
 
 /// Bytes of a request: the kernel's limit unless it was raised, and the best size for throughput.

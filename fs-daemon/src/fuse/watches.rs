@@ -11,7 +11,7 @@ use libmodelio::vocabulary::members::LeaveReason;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
 use super::process::{Exit, MAX_WATCHED, Process, Watcher, thread_group};
-use crate::session::learner::{Learner, Use};
+use crate::session::learner::{Learner, LearnerUse};
 use crate::session::model::Model;
 
 /// The processes of all learners.
@@ -111,7 +111,7 @@ impl Watches {
         if tid != 0 {
             return;
         }
-        learner.note(Use::Unseen);
+        learner.note(LearnerUse::Unseen);
         if !self.warned_of_strangers.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 model = model.name,
@@ -147,7 +147,7 @@ impl Watches {
             if let Some(known) = watched.values_mut().find(is_its) {
                 if let (Uses::Attends(_), Uses::Contributes(_)) = (&known.uses, &uses) {
                     known.uses = uses;
-                    learner.note(Use::Contributes);
+                    learner.note(LearnerUse::Contributes);
                 }
                 return;
             }
@@ -217,12 +217,12 @@ impl Watches {
                 return;
             }
             watched.insert(key, Watched { model: Arc::clone(model), uses, process: Arc::clone(&process) });
-            learner.note(if contributes { Use::Comes } else { Use::Attends });
+            learner.note(if contributes { LearnerUse::Comes } else { LearnerUse::Attends });
         }
         if let Err(error) = watcher.watch(process, key) {
             tracing::warn!(%error, model = model.name, learner = learner.name, pid = tgid, "its process cannot be watched; the lease decides");
             if contributes {
-                learner.note(Use::Unseen);
+                learner.note(LearnerUse::Unseen);
             }
             self.unwatch(key);
         }
@@ -244,11 +244,11 @@ impl Watches {
         match &ended.uses {
             Uses::Contributes(learner) => {
                 let learner = Arc::clone(learner);
-                learner.note(Use::Ends);
+                learner.note(LearnerUse::Ends);
                 Some((ended, learner, alone))
             }
             Uses::Attends(learner) => {
-                learner.note(Use::Leaves);
+                learner.note(LearnerUse::Leaves);
                 None
             }
             Uses::Dropped(gone) => {

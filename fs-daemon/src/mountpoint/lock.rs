@@ -26,12 +26,12 @@ const INTERVAL: Duration = Duration::from_millis(10);
 
 /// The holder of a lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held {
+pub struct LockHolder {
     /// None while the holder has not written it down yet.
     pub pid: Option<u32>,
 }
 
-impl fmt::Display for Held {
+impl fmt::Display for LockHolder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.pid {
             Some(pid) => write!(f, "gradfs pid {pid}"),
@@ -50,7 +50,7 @@ pub struct Lock {
 impl Lock {
     /// Takes the lock of `mountpoint` in the first of `directories` that will do. The inner error names the
     /// holder.
-    pub fn acquire(mountpoint: &Path, directories: &[PathBuf]) -> Result<Result<Lock, Held>, Error> {
+    pub fn acquire(mountpoint: &Path, directories: &[PathBuf]) -> Result<Result<Lock, LockHolder>, Error> {
         let mut failure = io::Error::other("there is no place for it");
         for directory in directories {
             match prepare_directory(directory) {
@@ -102,11 +102,11 @@ pub fn directories() -> Vec<PathBuf> {
 }
 
 /// The holder of the lock of `mountpoint`, if anybody holds it and we may know.
-pub fn holder(mountpoint: &Path, directories: &[PathBuf]) -> Option<Held> {
+pub fn holder(mountpoint: &Path, directories: &[PathBuf]) -> Option<LockHolder> {
     directories.iter().find_map(|directory| {
         let file = File::open(directory.join(file_name(mountpoint))).ok()?;
         match Flock::lock(file, FlockArg::LockSharedNonblock) {
-            Err((mut file, Errno::EWOULDBLOCK)) => Some(Held { pid: read_pid(&mut file) }),
+            Err((mut file, Errno::EWOULDBLOCK)) => Some(LockHolder { pid: read_pid(&mut file) }),
             _ => None,
         }
     })
@@ -134,7 +134,7 @@ fn file_name(mountpoint: &Path) -> String {
     format!("{hash:016x}.lock")
 }
 
-fn wait_for(file: &Path) -> io::Result<Result<Lock, Held>> {
+fn wait_for(file: &Path) -> io::Result<Result<Lock, LockHolder>> {
     let start = Instant::now();
     loop {
         let held = match try_lock(file)? {
@@ -149,7 +149,7 @@ fn wait_for(file: &Path) -> io::Result<Result<Lock, Held>> {
     }
 }
 
-fn try_lock(path: &Path) -> io::Result<Result<Lock, Held>> {
+fn try_lock(path: &Path) -> io::Result<Result<Lock, LockHolder>> {
     loop {
         let file = OpenOptions::new()
             .read(true)
@@ -161,7 +161,7 @@ fn try_lock(path: &Path) -> io::Result<Result<Lock, Held>> {
             .open(path)?;
         let mut flock = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(flock) => flock,
-            Err((mut file, Errno::EWOULDBLOCK)) => return Ok(Err(Held { pid: read_pid(&mut file) })),
+            Err((mut file, Errno::EWOULDBLOCK)) => return Ok(Err(LockHolder { pid: read_pid(&mut file) })),
             Err((_, e)) => return Err(e.into()),
         };
         // Its last holder removed it after we opened it: a lock on it would keep nobody out.
@@ -193,7 +193,7 @@ mod tests {
 
     use super::*;
 
-    fn acquire(mountpoint: &str, directory: &Path) -> Result<Lock, Held> {
+    fn acquire(mountpoint: &str, directory: &Path) -> Result<Lock, LockHolder> {
         Lock::acquire(Path::new(mountpoint), &[directory.join("locks")]).unwrap()
     }
 
@@ -201,7 +201,7 @@ mod tests {
     fn one_holder_at_a_time() {
         let directory = tempfile::tempdir().unwrap();
         let lock = acquire("/mnt/a", directory.path()).unwrap();
-        let own = Held { pid: Some(std::process::id()) };
+        let own = LockHolder { pid: Some(std::process::id()) };
         assert_eq!(acquire("/mnt/a", directory.path()).unwrap_err(), own);
         assert_eq!(holder(Path::new("/mnt/a"), &[directory.path().join("locks")]), Some(own));
         let other = acquire("/mnt/b", directory.path()).unwrap();

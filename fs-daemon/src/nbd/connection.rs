@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 
 use super::exports::ModelExports;
 use super::face::{Face, errno_of};
-use super::lobby::{Lobby, Place};
+use super::lobby::{Lobby, LobbyPlace};
 use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult};
 
@@ -102,7 +102,7 @@ pub struct Client {
     exports: Arc<ModelExports>,
     lobby: Lobby,
     /// Until the client is gone.
-    place: Option<Place>,
+    place: Option<LobbyPlace>,
     phase: Phase,
     /// When the present phase must be over, if it must.
     until: Option<Instant>,
@@ -178,7 +178,7 @@ impl Client {
     }
 
     fn request(&mut self, open: Open, request: Request) {
-        self.place.iter().for_each(Place::heard);
+        self.place.iter().for_each(LobbyPlace::heard);
         match request.command {
             Command::Disconnect => {
                 open.face.end();

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use crate::session::contribution::{Contribution, Ending};
 use crate::session::disk::OpenDisk;
 use crate::session::error::{CallError, CallResult, Done};
-use crate::session::learner::Use;
+use crate::session::learner::LearnerUse;
 use crate::session::model::Model;
 use libmodelio::reader::Reader;
 
@@ -203,7 +203,7 @@ impl LearnerFace {
         };
         learner.make_staging_ready();
         let contribution = Contribution::open(model, learner, false, reader);
-        contribution.learner().note(Use::Comes);
+        contribution.learner().note(LearnerUse::Comes);
         if joined {
             // It leaves when nobody uses it any more.
             contribution.learner().make_guest();
@@ -292,7 +292,7 @@ impl Drop for LearnerFace {
             let why = CallError::new(libc::ECONNABORTED, "the client of the block device is gone");
             contribution.abort_own(&why);
         }
-        contribution.learner().note(Use::Ends);
+        contribution.learner().note(LearnerUse::Ends);
         contribution.closed();
     }
 }

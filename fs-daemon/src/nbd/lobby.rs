@@ -38,7 +38,7 @@ pub struct Lobby {
 }
 
 /// A client's place, until this is dropped.
-pub struct Place {
+pub struct LobbyPlace {
     lobby: Lobby,
     number: u64,
     /// The client's last request, by its number among those of all.
@@ -47,7 +47,7 @@ pub struct Place {
 
 impl Lobby {
     /// A client comes in.
-    pub fn enter(&self, client: &Connection) -> Place {
+    pub fn enter(&self, client: &Connection) -> LobbyPlace {
         let mut places = self.places.lock();
         let number = places.next;
         places.next += 1;
@@ -57,11 +57,11 @@ impl Lobby {
         if let Some((_, oldest)) = oldest {
             oldest.close(Close::Asked("too many clients have chosen no export".into()));
         }
-        Place { lobby: self.clone(), number, heard: Arc::default() }
+        LobbyPlace { lobby: self.clone(), number, heard: Arc::default() }
     }
 }
 
-impl Place {
+impl LobbyPlace {
     /// The client has chosen an export.
     pub fn sit(&self, is_writable: bool) {
         self.heard();
@@ -95,7 +95,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for LobbyPlace {
     fn drop(&mut self) {
         let mut places = self.lobby.places.lock();
         if let Ok(index) = places.waiting.binary_search_by_key(&self.number, |(number, _)| *number) {

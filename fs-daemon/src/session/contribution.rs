@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::file_headers::refuse_header;
-use super::learner::{Learner, Use};
+use super::learner::{Learner, LearnerUse};
 use super::model::Model;
 use super::times::Waits;
 use super::written::Written;
@@ -75,7 +75,7 @@ impl Contribution {
         ships_mapping: bool,
         reader: Option<Reader>,
     ) -> Contribution {
-        learner.note(Use::Opens);
+        learner.note(LearnerUse::Opens);
         Contribution {
             model: Arc::clone(model),
             learner,
@@ -97,7 +97,7 @@ impl Contribution {
         }
         self.is_closed.store(true, Ordering::SeqCst);
         self.learner.contributor.forget_unopened();
-        self.learner.note(Use::Closes);
+        self.learner.note(LearnerUse::Closes);
     }
 
     /// The learner that contributes.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use libmodelio::bytes::kernels::Wire;
 use libmodelio::disk::{Disk, Write};
-use libmodelio::transport::stream::Piece;
+use libmodelio::transport::stream::LentPayload;
 use libmodelio::vocabulary::controls::NonFinite;
 use libmodelio::vocabulary::ids::Version;
 
@@ -57,7 +57,7 @@ impl OpenDisk {
     ///
     /// # Panics
     /// When `range` leaves the model.
-    pub fn read(&self, range: Range<u64>, piece: impl FnMut(Piece)) {
+    pub fn read(&self, range: Range<u64>, piece: impl FnMut(LentPayload)) {
         self.disk.read(range, piece);
     }
 

@@ -78,7 +78,7 @@ pub struct Learner {
 /// | `Contributes` | a process that attends comes | no |
 /// | `Unseen` | somebody uses the learner whose end nobody will see | the first time |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Use {
+pub enum LearnerUse {
     Opens,
     Closes,
     Comes,
@@ -106,21 +106,21 @@ struct Users {
 
 impl Users {
     /// Takes an event in, and says whether the job is to hear of it.
-    fn take(&mut self, event: Use) -> bool {
+    fn take(&mut self, event: LearnerUse) -> bool {
         match event {
-            Use::Opens => self.open += 1,
-            Use::Closes => self.open = self.open.saturating_sub(1),
-            Use::Comes => (self.present, self.ended) = (self.present + 1, false),
-            Use::Ends => (self.present, self.ended) = (self.present.saturating_sub(1), true),
-            Use::Attends => self.attending += 1,
-            Use::Leaves => self.attending = self.attending.saturating_sub(1),
-            Use::Contributes => {
-                self.take(Use::Comes);
-                self.take(Use::Leaves);
+            LearnerUse::Opens => self.open += 1,
+            LearnerUse::Closes => self.open = self.open.saturating_sub(1),
+            LearnerUse::Comes => (self.present, self.ended) = (self.present + 1, false),
+            LearnerUse::Ends => (self.present, self.ended) = (self.present.saturating_sub(1), true),
+            LearnerUse::Attends => self.attending += 1,
+            LearnerUse::Leaves => self.attending = self.attending.saturating_sub(1),
+            LearnerUse::Contributes => {
+                self.take(LearnerUse::Comes);
+                self.take(LearnerUse::Leaves);
             }
-            Use::Unseen => return !std::mem::replace(&mut self.unseen, true),
+            LearnerUse::Unseen => return !std::mem::replace(&mut self.unseen, true),
         }
-        !matches!(event, Use::Comes | Use::Attends | Use::Contributes)
+        !matches!(event, LearnerUse::Comes | LearnerUse::Attends | LearnerUse::Contributes)
     }
 
     /// Whether the learner is used. `unsettled`: it has something unsettled. `awaited`: others wait for it, sooner or
@@ -260,7 +260,7 @@ impl Learner {
     }
 
     /// Notes what a user does, and tells the job if it matters there.
-    pub fn note(&self, event: Use) {
+    pub fn note(&self, event: LearnerUse) {
         let is_told = self.users.lock().take(event);
         if is_told {
             self.report_use();

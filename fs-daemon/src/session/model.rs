@@ -1,5 +1,7 @@
 //! One model: its job, and its learners in this process.
 
+mod freshness;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};

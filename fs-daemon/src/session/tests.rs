@@ -12,7 +12,7 @@ use ps_backend::server::local;
 
 use super::contribution::{Contribution, Ending};
 use super::error::{CallError, CallResult, Done};
-use super::learner::{Learner, Use};
+use super::learner::{Learner, LearnerUse};
 use super::model::{Model, Snapshots};
 use super::publication::Publication;
 use libmodelio::publisher::Publisher;
@@ -261,9 +261,9 @@ fn weights_are_not_written_under_another_reducer_once_there_is_a_version() {
 #[test]
 fn a_learner_whose_users_have_ended_is_not_waited_for_beyond_linger() {
     let (model, [stays, goes], [steps, left]) = two(("linger", "0"));
-    goes.note(Use::Comes);
+    goes.note(LearnerUse::Comes);
     left.closed();
-    goes.note(Use::Ends);
+    goes.note(LearnerUse::Ends);
     steps.write(0, &all(1.0)).unwrap();
     assert_eq!(commit(&steps, Ending::Step), Ok(()));
     assert_eq!(await_step(&model, &stays), Ok(Version(1)));

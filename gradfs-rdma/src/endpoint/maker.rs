@@ -30,23 +30,28 @@ pub(super) struct Maker {
 }
 
 impl Maker {
-    pub fn new(device: Arc<Device>, pollers: Arc<Pollers>, channel: Arc<CmChannel>, protocol: u16) -> Maker {
+    pub(super) fn new(
+        device: Arc<Device>,
+        pollers: Arc<Pollers>,
+        channel: Arc<CmChannel>,
+        protocol: u16,
+    ) -> Maker {
         Maker { device, pollers, channel, protocol, next_poller: 0 }
     }
 
     /// The offer of a peer that this end can use.
-    pub fn understood(&self, private: &[u8]) -> Result<Offer, Strange> {
+    pub(super) fn understood(&self, private: &[u8]) -> Result<Offer, Strange> {
         Offer::decode(private, self.protocol, self.device.notify())
     }
 
     /// Events of all connections.
-    pub fn channel(&self) -> &Arc<CmChannel> {
+    pub(super) fn channel(&self) -> &Arc<CmChannel> {
         &self.channel
     }
 
     /// Listens, and returns the identifier. rdma_cm may choose a port that a TCP socket has, which iWARP cannot use.
     /// Then another port is tried.
-    pub fn listen(&self, at: SocketAddr, token: u64) -> Result<(CmId, SocketAddr), VerbsError> {
+    pub(super) fn listen(&self, at: SocketAddr, token: u64) -> Result<(CmId, SocketAddr), VerbsError> {
         let tries = if at.port() == 0 { PORTS } else { 1 };
         let mut outcome = Err(VerbsError::Broken("it was not tried".into()));
         for _ in 0..tries {
@@ -62,7 +67,7 @@ impl Maker {
     }
 
     /// Begins to connect: looks for the device that leads to `to`.
-    pub fn resolve(&self, token: u64, to: SocketAddr, deadline: Instant) -> Result<CmId, VerbsError> {
+    pub(super) fn resolve(&self, token: u64, to: SocketAddr, deadline: Instant) -> Result<CmId, VerbsError> {
         let mut cm_id = CmId::new(&self.channel, token)?;
         let options = self.device.options();
         if let Some(class) = options.traffic_class {
@@ -84,7 +89,7 @@ impl Maker {
     ///
     /// # Errors
     /// The reason, for people.
-    pub fn resolve_route(&self, cm_id: &CmId, deadline: Instant) -> Result<(), String> {
+    pub(super) fn resolve_route(&self, cm_id: &CmId, deadline: Instant) -> Result<(), String> {
         match cm_id.context() {
             Some(_) if self.is_by(cm_id) => {
                 cm_id.resolve_route(millis(deadline)).map_err(|error| error.to_string())
@@ -100,7 +105,7 @@ impl Maker {
     }
 
     /// Connects to the peer once the route is known. The completion queue of this number serves the connection.
-    pub fn connect(&self, cm_id: CmId, number: usize) -> Result<Arc<QueuePair>, VerbsError> {
+    pub(super) fn connect(&self, cm_id: CmId, number: usize) -> Result<Arc<QueuePair>, VerbsError> {
         let rings = self.device.rings()?;
         let reserved = self.device.reserve(number)?;
         let queue_pair = self.queue_pair(cm_id, rings, (number, reserved)).map_err(|(error, _)| error)?;
@@ -110,7 +115,7 @@ impl Maker {
     }
 
     /// Accepts a peer's connection, and returns the number of the queue that serves it; or refuses it.
-    pub fn accept(&mut self, cm_id: CmId, private: &[u8]) -> Option<(Arc<QueuePair>, usize)> {
+    pub(super) fn accept(&mut self, cm_id: CmId, private: &[u8]) -> Option<(Arc<QueuePair>, usize)> {
         let peer = cm_id.peer().map_or_else(|| "an RDMA peer".to_owned(), |peer| peer.to_string());
         let offer = match self.understood(private) {
             Ok(offer) => offer,
@@ -170,7 +175,7 @@ impl Maker {
     }
 
     /// The thread ignores further events of the queue pair.
-    pub fn leave(&self, queue_pair: &QueuePair, number: usize) {
+    pub(super) fn leave(&self, queue_pair: &QueuePair, number: usize) {
         self.pollers.assigned(number).leave(queue_pair);
     }
 

@@ -39,7 +39,7 @@ pub(super) struct Manager {
 
 impl Manager {
     /// A manager that takes commands from `commands`.
-    pub fn new(maker: Maker, shared: &Shared, commands: Receiver<Command>) -> Manager {
+    pub(super) fn new(maker: Maker, shared: &Shared, commands: Receiver<Command>) -> Manager {
         Manager {
             maker,
             commands,
@@ -51,7 +51,7 @@ impl Manager {
     }
 
     /// Runs until the endpoint is shut down.
-    pub fn run(mut self) {
+    pub(super) fn run(mut self) {
         while !self.shared.over.load(Ordering::Acquire) {
             self.wait();
             while let Ok(command) = self.commands.try_recv() {

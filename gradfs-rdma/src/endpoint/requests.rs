@@ -53,14 +53,14 @@ pub(super) struct Wish {
 
 impl Wish {
     /// Reports that the connection could not be made.
-    pub fn fail(self, why: impl std::fmt::Display) {
+    pub(super) fn fail(self, why: impl std::fmt::Display) {
         drop((self.then)(Err(format!("{}: {why}", self.to))));
     }
 }
 
 impl Command {
     /// Reports that the thread has ended.
-    pub fn refuse(self) {
+    pub(super) fn refuse(self) {
         match self {
             Command::Listen { answer, .. } => drop(answer.send(Err(VerbsError::Broken(OVER.into())))),
             Command::Connect(wish) => wish.fail(OVER),

@@ -18,7 +18,7 @@ pub(super) enum State {
 
 impl State {
     /// The deadline for the next stage.
-    pub fn deadline(&self) -> Option<Instant> {
+    pub(super) fn deadline(&self) -> Option<Instant> {
         match self {
             State::Resolving { wish, .. } | State::Connecting { wish, .. } => Some(wish.deadline),
             State::Accepting { deadline, .. } => Some(*deadline),
@@ -27,7 +27,7 @@ impl State {
     }
 
     /// Whether the deadline has passed, or nobody holds the connection any more.
-    pub fn is_late(&self, now: Instant) -> bool {
+    pub(super) fn is_late(&self, now: Instant) -> bool {
         match self {
             State::Up(queue_pair) => queue_pair.strong_count() == 0,
             other => other.deadline().is_some_and(|deadline| now >= deadline),
@@ -35,7 +35,7 @@ impl State {
     }
 
     /// Reports to the caller that the connection could not be made.
-    pub fn end(self, why: &str) {
+    pub(super) fn end(self, why: &str) {
         match self {
             State::Resolving { wish, .. } | State::Connecting { wish, .. } => wish.fail(why),
             State::Accepting { .. } | State::Listening { .. } | State::Up(_) => {}

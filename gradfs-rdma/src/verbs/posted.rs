@@ -33,36 +33,36 @@ pub(super) struct Posted {
 
 impl Posted {
     /// An empty list with room for `depth` pieces.
-    pub fn new(depth: usize) -> Posted {
+    pub(super) fn new(depth: usize) -> Posted {
         let first = (PAIRS.fetch_add(1, Ordering::Relaxed) & MOST_PAIRS) << WORK_BITS;
         Posted { sent: VecDeque::with_capacity(depth), waiting: 0, first, next: first, finished: Vec::new() }
     }
 
     /// The number of outstanding pieces.
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.sent.len()
     }
 
     /// Adds a piece, to be posted with the next chain.
-    pub fn add(&mut self, token: u64, work: Work) {
+    pub(super) fn add(&mut self, token: u64, work: Work) {
         self.sent.push_back(Sent { number: self.next, done: false, token, work });
         self.next += 1;
         self.waiting += 1;
     }
 
     /// The pieces of the next chain, with their numbers. They count as posted from now on.
-    pub fn chain(&mut self) -> impl ExactSizeIterator<Item = (u64, &Work)> {
+    pub(super) fn chain(&mut self) -> impl ExactSizeIterator<Item = (u64, &Work)> {
         let first = self.sent.len() - std::mem::take(&mut self.waiting);
         self.sent.range(first..).map(|sent| (sent.number, &sent.work))
     }
 
     /// Whether the number is that of work of this queue pair.
-    pub fn has(&self, number: u64) -> bool {
+    pub(super) fn has(&self, number: u64) -> bool {
         (self.first..self.next).contains(&number)
     }
 
     /// The device reports a piece. All earlier ones are done, too, unless the device reports `each`.
-    pub fn reported(&mut self, number: u64, each: bool) {
+    pub(super) fn reported(&mut self, number: u64, each: bool) {
         if !self.has(number) {
             return;
         }
@@ -85,17 +85,17 @@ impl Posted {
     }
 
     /// Moves the finished work, in order, to the end of `done`.
-    pub fn take(&mut self, done: &mut Done) {
+    pub(super) fn take(&mut self, done: &mut Done) {
         done.append(&mut self.finished);
     }
 
     /// Whether there are finished pieces to take.
-    pub fn has_finished(&self) -> bool {
+    pub(super) fn has_finished(&self) -> bool {
         !self.finished.is_empty()
     }
 
     /// Takes all outstanding work, whose memory the device touches no more. The caller drops the result.
-    pub fn end(&mut self) -> impl Sized + use<> {
+    pub(super) fn end(&mut self) -> impl Sized + use<> {
         std::mem::take(&mut self.sent)
     }
 }

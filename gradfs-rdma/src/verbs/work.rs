@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rdma_sys as sys;
 
 use super::{Chunk, Registration, RemoteMemory, Slot, VerbsError};
-use modelio_base::transport::stream::{Piece, Target};
+use modelio_base::transport::stream::{LentPayload, Target};
 
 /// A work request.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ pub enum Work {
     /// Writes a payload into the peer's memory.
     Write {
         /// The payload.
-        piece: Piece,
+        piece: LentPayload,
         /// The registration of that memory.
         registration: Arc<Registration>,
         /// The peer's memory.

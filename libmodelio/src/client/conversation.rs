@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::client::paths::{BlockPath, Connection};
 use crate::client::peers::fallback::FastPath;
 use crate::client::peers::routes::Route;
 use crate::client::shared::Shared;
+use crate::client::shared::{BlockPath, Connection};
 use crate::transport::frames::{Conversation, Link, Outgoing, Take};
 use crate::transport::stream::{Close, Target};
 use crate::transport::tally::Flow;
@@ -310,18 +310,6 @@ impl<P: BlockPath> Conversation for Data<P> {
             Some(why) => shared.without(FastPath::Rdma, route.clone(), &why),
             None => shared.ended(route, link, &why.to_string()),
         }
-    }
-}
-
-impl Connection {
-    /// Checks that a payload is as long as a block of the model.
-    fn expect_block(&self, received: &Received, block: BlockId) -> Result<(), Close> {
-        let layout = &self.shared.layout;
-        if block.0 >= layout.blocks() {
-            return Err(Close::Asked(format!("block {block} is outside of the model").into()));
-        }
-        let extent = layout.block_bytes(block);
-        received.expect_payload((extent.end - extent.start) as u32).map_err(malformed)
     }
 }
 

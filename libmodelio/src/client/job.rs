@@ -34,7 +34,7 @@ use crate::observe::staleness::Staleness;
 use crate::observe::trace::{Recorder, Recording};
 use crate::transport::local::ShardMemory;
 use crate::transport::reactor::Reactor;
-use crate::transport::stream::{Guard, Piece};
+use crate::transport::stream::{Guard, LentPayload};
 use crate::transport::tally::Payloads;
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{ClientId, LearnerId, Step, Version};
@@ -69,8 +69,8 @@ impl VersionView {
     ///
     /// # Panics
     /// When `range` leaves the model.
-    pub fn piece(&self, range: Range<u64>, pin: Guard) -> Piece {
-        Piece::of_version(block::pinned_bytes(self.region.memory(), range), pin)
+    pub fn piece(&self, range: Range<u64>, pin: Guard) -> LentPayload {
+        LentPayload::of_version(block::pinned_bytes(self.region.memory(), range), pin)
     }
 }
 

@@ -8,7 +8,7 @@ use crate::client::core::{ClientCore, Now};
 use crate::observe::histogram::Histogram;
 use crate::observe::plans::{PlanPhases, PlanTimes};
 use crate::observe::staleness::{Staleness, VersionTimes};
-use crate::observe::trace::{Outcome, Recorder, What};
+use crate::observe::trace::{PlanOutcome, Recorder, What};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, ShardId, Step, Version};
 
 /// How long the phases of steps take that only the client sees.
@@ -144,10 +144,10 @@ impl Observed {
             plan.wire().inspect(|took| self.phases.wire.took(*took));
             plan.conclude().inspect(|took| self.phases.conclude.took(*took));
         }
-        self.trace_plan(plan, plan.version.map_or(Outcome::None, Outcome::Made));
+        self.trace_plan(plan, plan.version.map_or(PlanOutcome::None, PlanOutcome::Made));
     }
 
-    fn trace_plan(&self, of: &PlanPhases, outcome: Outcome) {
+    fn trace_plan(&self, of: &PlanPhases, outcome: PlanOutcome) {
         if !self.timeline.trace.is_on() {
             return;
         }
@@ -156,7 +156,7 @@ impl Observed {
             // The plan may be known to be over before the last pass over a block is.
             let last = last.min(of.over);
             self.record(What::Blocks(of.plan), first.min(last), last);
-            if let (Outcome::Made(_), Some(sealed)) = (outcome, of.sealed) {
+            if let (PlanOutcome::Made(_), Some(sealed)) = (outcome, of.sealed) {
                 self.record(What::Conclude(of.plan), last.max(sealed).min(of.over), of.over);
             }
         }
@@ -165,7 +165,10 @@ impl Observed {
     /// The trace is about to end. What is under way is recorded as far as it is.
     pub(super) fn trace_rest(&mut self, now: Now) {
         if let Some(plan) = self.plans.so_far(now) {
-            self.trace_plan(&plan, if self.plans.is_running() { Outcome::Runs } else { Outcome::None });
+            self.trace_plan(
+                &plan,
+                if self.plans.is_running() { PlanOutcome::Runs } else { PlanOutcome::None },
+            );
         }
         if let Some((version, began)) = self.pull {
             self.record(What::Pull(version), began, now);

@@ -8,6 +8,7 @@ mod blocks;
 mod coding;
 mod connections;
 mod keeper;
+mod paths;
 mod redirect;
 mod small;
 
@@ -30,7 +31,7 @@ use crate::client::peers::routes::Routes;
 use crate::client::shards::{Local, Shards};
 use crate::client::versions::Versions;
 use crate::transport::frames::{Link, Outgoing};
-use crate::transport::local::{End, HeldVersion, Mail};
+use crate::transport::local::{HeldVersion, Mail, MailboxEnd};
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::controls::Controls;
@@ -39,6 +40,8 @@ use crate::vocabulary::ids::{ClientId, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Message, ModelRecord, Refusal};
+
+pub(super) use paths::{BlockPath, Connection};
 
 /// The RDMA device, or why it could not be opened, and when.
 pub(super) type Opened = Result<Arc<crate::transport::rdma::Endpoint>, (String, Instant)>;
@@ -421,7 +424,11 @@ impl Shared {
         match action {
             Action::ToCoordinator(request, message) => {
                 if let Some(local) = self.shards.local() {
-                    local.shard.mailbox().put(End::Client, End::Coordinator, Mail::Message(request, message));
+                    local.shard.mailbox().put(
+                        MailboxEnd::Client,
+                        MailboxEnd::Coordinator,
+                        Mail::Message(request, message),
+                    );
                     after.mail_left = true;
                 } else if let Some(link) = inner.peers.coordinator.links.first() {
                     let payload = self.blocks_with(inner, &message);

@@ -19,7 +19,7 @@ use crate::vocabulary::ids::Version;
 
 /// A version that the client shows.
 #[derive(Clone)]
-pub struct Shown {
+pub(super) struct Shown {
     /// Its bytes. They stay unchanged only while the version is the newest, or pinned.
     pub buffer: Region,
     /// When it was complete here.
@@ -58,7 +58,7 @@ impl fmt::Debug for Shown {
 ///
 /// # Errors
 /// When there is no memory.
-pub fn spare(size: usize) -> io::Result<Mapping> {
+pub(super) fn spare(size: usize) -> io::Result<Mapping> {
     available::check(size as u64)?;
     let memory = memory(size)?;
     memory.prefault()?;
@@ -77,7 +77,7 @@ const KEEP_FOR: u32 = 2;
 
 /// All versions in memory, and the free buffers.
 #[derive(Debug)]
-pub struct Versions {
+pub(super) struct Versions {
     size: usize,
     shown: BTreeMap<Version, Shown>,
     free: Vec<Region>,
@@ -99,7 +99,7 @@ pub struct Versions {
 
 impl Versions {
     /// No version yet. Each takes `size` bytes.
-    pub fn new(size: usize) -> Versions {
+    pub(super) fn new(size: usize) -> Versions {
         Versions {
             size,
             shown: BTreeMap::new(),
@@ -141,14 +141,14 @@ impl Versions {
     /// Whether to take a spare buffer, which [`Self::add_spare`] or [`Self::no_spare`] must follow. It is worth its
     /// memory while none is free or being taken, and fewer exist than are used in turn: the newest version, the
     /// `retain` before it, and the next.
-    pub fn wants_spare(&mut self, retain: usize, max: usize) -> bool {
+    pub(super) fn wants_spare(&mut self, retain: usize, max: usize) -> bool {
         let wants = self.lacks_spare(retain, max);
         self.coming |= wants;
         wants
     }
 
     /// Whether [`Self::wants_spare`] would say so.
-    pub fn lacks_spare(&mut self, retain: usize, max: usize) -> bool {
+    pub(super) fn lacks_spare(&mut self, retain: usize, max: usize) -> bool {
         // If the shard's own buffers are shown, nothing is pulled into a buffer.
         !self.shows_shards_memory()
             && !self.coming
@@ -157,13 +157,13 @@ impl Versions {
     }
 
     /// The spare buffer does not come. True if the last one that was wanted came.
-    pub fn no_spare(&mut self) -> bool {
+    pub(super) fn no_spare(&mut self) -> bool {
         self.coming = false;
         !std::mem::replace(&mut self.spare_failed, true)
     }
 
     /// Adds the memory of [`spare`], unless there are `max` buffers by now.
-    pub fn add_spare(&mut self, memory: Mapping, max: usize) {
+    pub(super) fn add_spare(&mut self, memory: Mapping, max: usize) {
         (self.coming, self.spare_failed) = (false, false);
         if self.total() >= max {
             return;
@@ -173,7 +173,7 @@ impl Versions {
     }
 
     /// The memory of all buffers, without that of a shard.
-    pub fn own(&self) -> Vec<Arc<Mapping>> {
+    pub(super) fn own(&self) -> Vec<Arc<Mapping>> {
         let shown = self.shown.values().filter(|shown| shown.hold.is_none()).map(|shown| &shown.buffer);
         let others = self.free.iter().chain(self.kept.iter().map(|(kept, _)| kept)).chain(&self.back);
         let here = shown.chain(others).map(|region| Arc::clone(region.memory()));
@@ -188,7 +188,7 @@ impl Versions {
     }
 
     /// The number of buffers, and of those that nobody needs.
-    pub fn buffers(&mut self) -> (usize, usize) {
+    pub(super) fn buffers(&mut self) -> (usize, usize) {
         (self.total(), self.free.len())
     }
 
@@ -197,7 +197,7 @@ impl Versions {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn back(&mut self, retain: usize, max: usize) -> io::Result<Option<Region>> {
+    pub(super) fn back(&mut self, retain: usize, max: usize) -> io::Result<Option<Region>> {
         while self.back.is_none() {
             // Versions that are pulled have buffers that new weights can take in turn.
             self.kept = None;
@@ -222,17 +222,17 @@ impl Versions {
     }
 
     /// The buffer that [`Self::back`] has taken last, if it has no pages yet. It is given once.
-    pub fn take_untouched(&mut self) -> Option<Arc<Mapping>> {
+    pub(super) fn take_untouched(&mut self) -> Option<Arc<Mapping>> {
         self.untouched.take()
     }
 
     /// The memory that the next version is pulled into, as far as it exists.
-    pub fn next_memory(&self) -> Option<Arc<Mapping>> {
+    pub(super) fn next_memory(&self) -> Option<Arc<Mapping>> {
         self.back.as_ref().or(self.free.last()).map(|region| Arc::clone(region.memory()))
     }
 
     /// Gives back the buffers that nobody needs, but for that of the next version.
-    pub fn give_back(&mut self, retain: usize, max: usize) {
+    pub(super) fn give_back(&mut self, retain: usize, max: usize) {
         self.recycle(retain, max);
         while self.take_from_names(retain) {}
         let next = usize::from(self.back.is_none() && !self.shows_shards_memory());
@@ -240,7 +240,7 @@ impl Versions {
     }
 
     /// Frees versions that are neither pinned nor named, and not among the newest and the `retain` before it.
-    pub fn recycle(&mut self, retain: usize, max: usize) {
+    pub(super) fn recycle(&mut self, retain: usize, max: usize) {
         let idle: Vec<Version> = self
             .unpinned(retain)
             .filter(|(_, shown)| shown.names == 0)
@@ -267,13 +267,13 @@ impl Versions {
 
     /// A buffer is needed: frees the oldest version that names alone keep. Whoever opens such a name later finds that its
     /// version is gone. False if there is none.
-    pub fn take_from_names(&mut self, retain: usize) -> bool {
+    pub(super) fn take_from_names(&mut self, retain: usize) -> bool {
         let oldest = self.unpinned(retain).next().map(|(&version, _)| version);
         oldest.inspect(|&version| self.free(version)).is_some()
     }
 
     /// Makes the buffer that was pulled into `version`.
-    pub fn publish(&mut self, version: Version) {
+    pub(super) fn publish(&mut self, version: Version) {
         if let Some(buffer) = self.back.take() {
             self.shown.insert(version, Shown::new(buffer, SystemTime::now()));
             let gone = self.surplus.made(self.free.len());
@@ -283,14 +283,14 @@ impl Versions {
 
     /// Shows `version` from the buffer of new weights that it was made from. [`Self::take_buffer`] gave the buffer, and
     /// nobody writes it any more.
-    pub fn show_own(&mut self, version: Version, buffer: Region) {
+    pub(super) fn show_own(&mut self, version: Version, buffer: Region) {
         self.lent.retain(|(key, _)| *key != buffer.key());
         self.shown.insert(version, Shown { is_sent: true, ..Shown::new(buffer, SystemTime::now()) });
     }
 
     /// The new weights in this buffer are a version, and the buffer is not needed any more. If the version is shown from
     /// the shard's memory, the buffer is kept for the next new weights: their pages need not be taken anew.
-    pub fn keep(&mut self, buffer: Region) {
+    pub(super) fn keep(&mut self, buffer: Region) {
         self.lent.retain(|(key, _)| *key != buffer.key());
         if self.shows_shards_memory() {
             self.kept = Some((buffer, 0));
@@ -298,12 +298,12 @@ impl Versions {
     }
 
     /// Whether the newest version is shown from the shard's own memory.
-    pub fn shows_shards_memory(&self) -> bool {
+    pub(super) fn shows_shards_memory(&self) -> bool {
         self.newest().is_some_and(|(_, newest)| newest.hold.is_some())
     }
 
     /// Whether one more version may be shown from the shard's memory: fewer than `max` versions are needed.
-    pub fn has_room(&mut self, retain: usize, max: usize) -> bool {
+    pub(super) fn has_room(&mut self, retain: usize, max: usize) -> bool {
         loop {
             self.recycle(retain, max);
             let unneeded = usize::from(self.back.is_some()) + usize::from(self.kept.is_some());
@@ -316,7 +316,7 @@ impl Versions {
 
     /// Shows `version` from the shard's own memory, which `hold` keeps unchanged. Buffers for pulling are not needed
     /// any more.
-    pub fn show(
+    pub(super) fn show(
         &mut self,
         version: Version,
         buffer: Region,
@@ -338,7 +338,7 @@ impl Versions {
     ///
     /// # Errors
     /// When `max` exist already, or there is no memory.
-    pub fn take_buffer(&mut self, retain: usize, max: usize) -> io::Result<Region> {
+    pub(super) fn take_buffer(&mut self, retain: usize, max: usize) -> io::Result<Region> {
         loop {
             match self.take_one(max) {
                 Err(_) if self.take_from_names(retain) => {}
@@ -367,33 +367,33 @@ impl Versions {
     }
 
     /// The newest version.
-    pub fn newest(&self) -> Option<(Version, &Shown)> {
+    pub(super) fn newest(&self) -> Option<(Version, &Shown)> {
         self.shown.last_key_value().map(|(&version, shown)| (version, shown))
     }
 
     /// One version.
-    pub fn get(&self, version: Version) -> Option<&Shown> {
+    pub(super) fn get(&self, version: Version) -> Option<&Shown> {
         self.shown.get(&version)
     }
 
     /// The numbers of the versions, in rising order.
-    pub fn numbers(&self) -> impl DoubleEndedIterator<Item = Version> {
+    pub(super) fn numbers(&self) -> impl DoubleEndedIterator<Item = Version> {
         self.shown.keys().copied()
     }
 
     /// Keeps `version` from being recycled. False if it is gone.
-    pub fn pin(&mut self, version: Version) -> bool {
+    pub(super) fn pin(&mut self, version: Version) -> bool {
         self.shown.get_mut(&version).map(|shown| shown.pins += 1).is_some()
     }
 
     /// Pins `version` for a reader. False if it is gone.
-    pub fn open(&mut self, version: Version) -> bool {
+    pub(super) fn open(&mut self, version: Version) -> bool {
         let opened = self.shown.get_mut(&version);
         opened.map(|shown| (shown.pins, shown.readers) = (shown.pins + 1, shown.readers + 1)).is_some()
     }
 
     /// A reader of `version` ends. Its pin stays until [`Self::unpin`].
-    pub fn close(&mut self, version: Version) {
+    pub(super) fn close(&mut self, version: Version) {
         if let Some(shown) = self.shown.get_mut(&version) {
             shown.readers = shown.readers.saturating_sub(1);
         }
@@ -401,7 +401,7 @@ impl Versions {
 
     /// Whether an open of `version` is one too many: `max` others are open, or programs hold `most` others, by mappings
     /// too. That a learner has it open is no exception: a reader could take one after the other in that way.
-    pub fn refuses(&self, version: Version, max: usize, most: usize) -> bool {
+    pub(super) fn refuses(&self, version: Version, max: usize, most: usize) -> bool {
         let is_open = |(of, shown): &(&Version, &Shown)| **of != version && shown.readers > 0;
         self.shown.iter().filter(is_open).count() >= max || self.held_besides(version) >= most
     }
@@ -414,7 +414,7 @@ impl Versions {
 
     /// The kernel opens one more file of `version` past this process, until [`Self::unmap`]. False if the version is gone,
     /// or programs hold `most` others.
-    pub fn map(&mut self, version: Version, most: usize) -> bool {
+    pub(super) fn map(&mut self, version: Version, most: usize) -> bool {
         let is_full = self.held_besides(version) >= most;
         let Some(shown) = self.shown.get_mut(&version) else { return false };
         let may = shown.mapped > 0 || !is_full;
@@ -423,19 +423,19 @@ impl Versions {
     }
 
     /// The kernel knows such a file no more: nobody has it open or mapped.
-    pub fn unmap(&mut self, version: Version) {
+    pub(super) fn unmap(&mut self, version: Version) {
         if let Some(shown) = self.shown.get_mut(&version) {
             shown.mapped = shown.mapped.saturating_sub(1);
         }
     }
 
     /// The kernel knows one more name of `version`. False if it is gone.
-    pub fn look_up(&mut self, version: Version) -> bool {
+    pub(super) fn look_up(&mut self, version: Version) -> bool {
         self.shown.get_mut(&version).map(|shown| shown.names += 1).is_some()
     }
 
     /// The kernel has forgotten `count` names of `version`, which may be gone.
-    pub fn forget(&mut self, version: Version, count: u64) {
+    pub(super) fn forget(&mut self, version: Version, count: u64) {
         if let Some(shown) = self.shown.get_mut(&version) {
             debug_assert!(shown.names >= count, "{version} has {} names", shown.names);
             shown.names = shown.names.saturating_sub(count);
@@ -443,7 +443,7 @@ impl Versions {
     }
 
     /// Takes back `count` pins.
-    pub fn unpin(&mut self, version: Version, count: u64) {
+    pub(super) fn unpin(&mut self, version: Version, count: u64) {
         if let Some(shown) = self.shown.get_mut(&version) {
             debug_assert!(shown.pins >= count, "{version} has {} pins", shown.pins);
             shown.pins = shown.pins.saturating_sub(count);

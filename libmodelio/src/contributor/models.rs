@@ -25,7 +25,7 @@ use crate::bytes::block::span;
 use crate::bytes::kernels::{self, Wire};
 use crate::bytes::region::Region;
 use crate::reader::Reader;
-use crate::tracker::Piece;
+use crate::tracker::BlockPart;
 use crate::vocabulary::block_slot::Placement;
 use crate::vocabulary::ids::{BlockId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
@@ -53,7 +53,7 @@ impl Began {
 
 /// How the payload of an open contribution is made.
 pub(super) struct Made {
-    way: Way,
+    way: SentForm,
     /// How much the contribution counts.
     weight: Weight,
     /// What was written of blocks that came in parts.
@@ -63,7 +63,7 @@ pub(super) struct Made {
 }
 
 /// What is sent.
-enum Way {
+enum SentForm {
     /// What is written.
     Same,
     /// The difference to what the learner began from.
@@ -76,17 +76,17 @@ impl Made {
     /// What its learner began from, if that matters.
     pub(super) fn began(&self) -> Option<&Arc<Began>> {
         match &self.way {
-            Way::Same => None,
-            Way::Difference(began) | Way::Correction { began, .. } => Some(began),
+            SentForm::Same => None,
+            SentForm::Difference(began) | SentForm::Correction { began, .. } => Some(began),
         }
     }
 
     /// What its learner has written.
     pub(super) fn content(&self) -> Content {
         match &self.way {
-            Way::Same => Content::Gradient,
-            Way::Difference(_) => Content::Model,
-            Way::Correction { .. } => Content::Replica,
+            SentForm::Same => Content::Gradient,
+            SentForm::Difference(_) => Content::Model,
+            SentForm::Correction { .. } => Content::Replica,
         }
     }
 
@@ -98,8 +98,8 @@ impl Made {
     /// The next replica.
     pub(super) fn next(&self) -> Option<&Region> {
         match &self.way {
-            Way::Correction { next, .. } => Some(next),
-            Way::Same | Way::Difference(_) => None,
+            SentForm::Correction { next, .. } => Some(next),
+            SentForm::Same | SentForm::Difference(_) => None,
         }
     }
 
@@ -134,11 +134,11 @@ impl Made {
             let out = unsafe { staging.memory().bytes_mut(span(&bytes)) };
             let weight = self.weight.get();
             finite &= match &self.way {
-                Way::Same => kernels::difference(wire, weight, written, None, out),
-                Way::Difference(began) => {
+                SentForm::Same => kernels::difference(wire, weight, written, None, out),
+                SentForm::Difference(began) => {
                     kernels::difference(wire, weight, written, Some(began.weights(bytes)), out)
                 }
-                Way::Correction { began, next, elasticity } => {
+                SentForm::Correction { began, next, elasticity } => {
                     let from = [began.weights(bytes.clone()), began.version.bytes(bytes.clone())];
                     // SAFETY: the same, and nobody knows the next replica yet.
                     let next = unsafe { next.memory().bytes_mut(span(&bytes)) };
@@ -152,8 +152,8 @@ impl Made {
     /// Fills bytes that were not written with those that give no change.
     pub(super) fn fill(&self, bytes: Range<u64>, gap: &mut [u8]) {
         match &self.way {
-            Way::Same => gap.fill(0),
-            Way::Difference(began) | Way::Correction { began, .. } => {
+            SentForm::Same => gap.fill(0),
+            SentForm::Difference(began) | SentForm::Correction { began, .. } => {
                 gap.copy_from_slice(began.weights(bytes));
             }
         }
@@ -168,7 +168,7 @@ impl Made {
 
     /// The next replica has these bytes of the last one.
     pub(super) fn keep(&self, bytes: Range<u64>) {
-        if let Way::Correction { began, next, .. } = &self.way {
+        if let SentForm::Correction { began, next, .. } = &self.way {
             // SAFETY: as above.
             let next = unsafe { next.memory().bytes_mut(span(&bytes)) };
             kernels::stream_copy(began.weights(bytes), next);
@@ -318,8 +318,8 @@ impl Contributor {
         };
         state.models.written = Some(written.clone());
         let way = match content {
-            Content::Gradient | Content::Values => Way::Same,
-            Content::Model => Way::Difference(self.began(state)?),
+            Content::Gradient | Content::Values => SentForm::Same,
+            Content::Model => SentForm::Difference(self.began(state)?),
             Content::Replica => {
                 let began = self.began(state)?;
                 let held = self.job.versions();
@@ -329,7 +329,11 @@ impl Contributor {
                     None => region(&self.job, "gradfs-replica")?,
                 };
                 self.has_replicas.store(true, Ordering::Relaxed);
-                Way::Correction { began, next, elasticity: elasticity(hyper.elasticity, self.job.learners()) }
+                SentForm::Correction {
+                    began,
+                    next,
+                    elasticity: elasticity(hyper.elasticity, self.job.learners()),
+                }
             }
         };
         Ok(Some(Arc::new(Made { way, weight, written, rejects: self.job.rejects_nonfinite() })))
@@ -348,7 +352,7 @@ impl Contributor {
     /// Like [`Self::take`], where the payload is made of what is written.
     pub(super) fn take_made(
         &self,
-        piece: &Piece,
+        piece: &BlockPart,
         data: &[u8],
         step: Step,
         staging: &Region,
@@ -380,7 +384,7 @@ impl Contributor {
     /// Makes the payload of a block that is whole, and offers it.
     fn offer_made(
         &self,
-        piece: &Piece,
+        piece: &BlockPart,
         model: &[u8],
         step: Step,
         staging: &Region,

@@ -9,7 +9,7 @@ use crate::vocabulary::ids::Version;
 
 /// The memory that has the present bytes of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
+pub(super) enum Source {
     /// The disk's own.
     Memory,
     /// The version that unwritten bytes are read from.
@@ -18,7 +18,7 @@ pub enum Source {
 
 /// A write that has begun.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Begun {
+pub(super) struct Begun {
     chunks: Range<usize>,
     /// The number of publications before it.
     publications: u64,
@@ -26,7 +26,7 @@ pub struct Begun {
 
 /// The chunks of a disk. A chunk that the memory does not hold is as in the version.
 #[derive(Debug)]
-pub struct Chunks {
+pub(super) struct Chunks {
     size: u64,
     /// The length of a chunk, in bytes.
     chunk: u64,
@@ -44,30 +44,30 @@ pub struct Chunks {
 
 impl Chunks {
     /// `size` bytes, which are those of `version`, in chunks of `chunk` bytes.
-    pub fn new(size: u64, chunk: u64, version: Version) -> Chunks {
+    pub(super) fn new(size: u64, chunk: u64, version: Version) -> Chunks {
         let none = FixedBitSet::with_capacity(size.div_ceil(chunk) as usize);
         let (held, changed) = (none.clone(), none);
         Chunks { size, chunk, version, held, changed, leaving: None, writes: Vec::new(), publications: 0 }
     }
 
     /// The version that unwritten bytes are read from.
-    pub fn version(&self) -> Version {
+    pub(super) fn version(&self) -> Version {
         self.version
     }
 
     /// Whether something changed that is in no version yet.
-    pub fn is_changed(&self) -> bool {
+    pub(super) fn is_changed(&self) -> bool {
         self.leaving.is_some() || !self.changed.is_clear()
     }
 
     /// Whether a publication is on its way.
-    pub fn is_publishing(&self) -> bool {
+    pub(super) fn is_publishing(&self) -> bool {
         self.leaving.is_some()
     }
 
     /// `newest` is the newest version now. Returns whether unwritten bytes are to be read from it from now on: somebody
     /// else has published it. While a publication is on its way, it may be that one's.
-    pub fn see(&mut self, newest: Version) -> bool {
+    pub(super) fn see(&mut self, newest: Version) -> bool {
         if !self.would_see(newest) {
             return false;
         }
@@ -77,7 +77,7 @@ impl Chunks {
     }
 
     /// Whether [`Self::see`] would say so.
-    pub fn would_see(&self, newest: Version) -> bool {
+    pub(super) fn would_see(&self, newest: Version) -> bool {
         self.leaving.is_none() && newest > self.version
     }
 
@@ -103,7 +103,7 @@ impl Chunks {
 
     /// `bytes` are going to be written. `fill` gets the ranges that must be copied from the version into the memory
     /// first: chunks that it does not hold.
-    pub fn write(&mut self, bytes: &Range<u64>, fill: impl FnMut(Range<u64>)) -> Begun {
+    pub(super) fn write(&mut self, bytes: &Range<u64>, fill: impl FnMut(Range<u64>)) -> Begun {
         let chunks = self.of(bytes);
         self.hold(chunks.clone(), fill);
         self.changed.insert_range(chunks.clone());
@@ -122,7 +122,7 @@ impl Chunks {
 
     /// Like [`Self::write`] for a write that is done before anything else happens: chunks that are written whole need
     /// not be filled.
-    pub fn write_at_once(&mut self, bytes: &Range<u64>, fill: impl FnMut(Range<u64>)) {
+    pub(super) fn write_at_once(&mut self, bytes: &Range<u64>, fill: impl FnMut(Range<u64>)) {
         let whole = bytes.start.div_ceil(self.chunk) as usize..if bytes.end == self.size {
             self.held.len()
         } else {
@@ -136,7 +136,7 @@ impl Chunks {
     }
 
     /// The write is over. Bytes of it may have come after a publication that has begun meanwhile.
-    pub fn wrote(&mut self, begun: &Begun) {
+    pub(super) fn wrote(&mut self, begun: &Begun) {
         if let Some(index) = self.writes.iter().position(|write| write == begun) {
             self.writes.swap_remove(index);
         }
@@ -146,7 +146,7 @@ impl Chunks {
     }
 
     /// The memory that has `bytes`, piece by piece, in their order.
-    pub fn read(&self, bytes: Range<u64>, mut piece: impl FnMut(Range<u64>, Source)) {
+    pub(super) fn read(&self, bytes: Range<u64>, mut piece: impl FnMut(Range<u64>, Source)) {
         let source = |chunk| if self.held.contains(chunk) { Source::Memory } else { Source::Version };
         let chunks = self.of(&bytes);
         let mut start = bytes.start;
@@ -162,7 +162,7 @@ impl Chunks {
 
     /// Prepares a publication: fills blocks, of `block` bytes each, in which something changed, until that has taken
     /// `most` bytes. Returns whether all are filled. [`Self::publish`] fills the rest at once.
-    pub fn prepare(&mut self, block: u64, most: u64, mut fill: impl FnMut(Range<u64>)) -> bool {
+    pub(super) fn prepare(&mut self, block: u64, most: u64, mut fill: impl FnMut(Range<u64>)) -> bool {
         let (mut filled, mut end) = (0, 0);
         for chunk in self.changed.ones() {
             let start = self.bytes_of(chunk).start / block * block;
@@ -188,7 +188,7 @@ impl Chunks {
     /// did, or a publication is on its way. They are at most `most` runs of adjacent blocks: if there are more, blocks
     /// between them are published, too. `fill` gets the ranges of them that must be copied from the version into the
     /// memory first.
-    pub fn publish(
+    pub(super) fn publish(
         &mut self,
         block: u64,
         most: usize,
@@ -225,7 +225,7 @@ impl Chunks {
     }
 
     /// The publication was refused, or may have been: its chunks are published again with the next one.
-    pub fn refused(&mut self) {
+    pub(super) fn refused(&mut self) {
         if let Some(leaving) = self.leaving.take() {
             self.changed.union_with(&leaving);
         }
@@ -233,7 +233,7 @@ impl Chunks {
 
     /// The publication is in a version, and `newest` is the newest one that can be read. Returns whether unwritten bytes
     /// are to be read from it from now on.
-    pub fn published(&mut self, newest: Version) -> bool {
+    pub(super) fn published(&mut self, newest: Version) -> bool {
         if newest <= self.version {
             // The version that has it cannot be read yet.
             self.refused();

@@ -27,7 +27,7 @@ pub enum Call {
 
 /// The end of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum PlanOutcome {
     /// It has made this version.
     Made(Version),
     /// It has made none: it was dropped, or is a sum for a later plan.
@@ -42,7 +42,7 @@ pub enum What {
     /// A call of a learner's program.
     Call(LearnerId, Call),
     /// A plan, from its grant on.
-    Plan(PlanId, Outcome),
+    Plan(PlanId, PlanOutcome),
     /// The contributions of a plan are complete.
     Sealed(PlanId),
     /// The blocks of a plan, from the first one that was sent to the last one.

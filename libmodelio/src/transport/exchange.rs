@@ -8,7 +8,7 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::stream::{
-    Buffer, Close, Connection, Piece, Receive, ReceiveSlices, SLICES_MAX, SendSlices, Stream, Target,
+    Buffer, Close, Connection, LentPayload, Receive, ReceiveSlices, SLICES_MAX, SendSlices, Stream, Target,
 };
 
 /// The number of bytes that are handed to the kernel at once.
@@ -17,7 +17,7 @@ const SEND_AT_ONCE: usize = 1 << 20;
 const FIRST_ROOM: usize = 16 << 10;
 
 /// A reply, or a part of one: its head, which may be empty, and payload that is sent from where it lies.
-pub type Reply = (SmallVec<[u8; 32]>, Option<Piece>);
+pub type Reply = (SmallVec<[u8; 32]>, Option<LentPayload>);
 
 /// One end of a connection, as a state machine. One thread at a time makes all calls. None may block.
 pub trait Exchange: Send {
@@ -202,7 +202,7 @@ impl<E: Exchange> Stream for Exchanging<E> {
         let mut bytes = 0;
         while self.sending.len() < self.sending.capacity().min(out.room() / 2) && bytes < SEND_AT_ONCE {
             let Some((head, piece)) = self.exchange.next() else { break };
-            bytes += head.len() + piece.as_ref().map_or(0, Piece::len);
+            bytes += head.len() + piece.as_ref().map_or(0, LentPayload::len);
             self.sending.push((head, piece));
         }
         for (head, piece) in &self.sending {
@@ -212,7 +212,7 @@ impl<E: Exchange> Stream for Exchanging<E> {
                 if !head.is_empty() {
                     out.push(head.as_ptr(), head.len());
                 }
-                if let Some((start, len)) = piece.as_ref().map(Piece::raw) {
+                if let Some((start, len)) = piece.as_ref().map(LentPayload::raw) {
                     out.push(start, len);
                 }
             }

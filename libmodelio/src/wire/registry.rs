@@ -68,7 +68,7 @@ pub struct ModelRecord {
 
 /// A part of a model that a shard holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Held {
+pub struct HeldPartition {
     /// The model.
     pub model: String,
     /// The life of the model.
@@ -150,7 +150,7 @@ pub enum RegistryRequest {
         shard: ShardId,
         /// Its parts.
         #[serde(deserialize_with = "list::<MAX_HELD, _, _>")]
-        held: Vec<Held>,
+        held: Vec<HeldPartition>,
         /// Deleted models that the shard still remembers: the newest ones.
         #[serde(deserialize_with = "list::<MAX_HELD, _, _>")]
         deleted: Vec<(String, Generation)>,

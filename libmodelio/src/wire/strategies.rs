@@ -50,7 +50,7 @@ fn range() -> impl Strategy<Value = Range<u32>> {
         .prop_map(|(start, end)| start..end)
 }
 
-pub fn block_ranges() -> impl Strategy<Value = BlockRanges> {
+pub(super) fn block_ranges() -> impl Strategy<Value = BlockRanges> {
     vec((1..5000u32, 1..5000u32), 0..8).prop_map(|steps| {
         let mut end = 0;
         let next = |(gap, length): (u32, u32)| {
@@ -359,7 +359,7 @@ fn granted() -> impl Strategy<Value = Granted> {
     ]
 }
 
-pub fn shard_record() -> impl Strategy<Value = ShardRecord> {
+pub(super) fn shard_record() -> impl Strategy<Value = ShardRecord> {
     (shard(), text(), text(), any::<bool>(), text()).prop_map(|(shard, address, host, draining, rdma)| {
         ShardRecord { shard, address, host, draining, rdma }
     })
@@ -385,8 +385,8 @@ fn registry_request() -> impl Strategy<Value = RegistryRequest> {
     ]
 }
 
-fn held() -> impl Strategy<Value = Held> {
-    (text(), id64(Generation), id64(Epoch)).prop_map(|(model, generation, epoch)| Held {
+fn held() -> impl Strategy<Value = HeldPartition> {
+    (text(), id64(Generation), id64(Epoch)).prop_map(|(model, generation, epoch)| HeldPartition {
         model,
         generation,
         epoch,
@@ -417,7 +417,7 @@ fn registry_answer() -> impl Strategy<Value = RegistryAnswer> {
 }
 
 /// One strategy for each variant, in their order.
-pub fn each_message() -> Vec<BoxedStrategy<Message>> {
+pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
     let protocol = || Just(Protocol::NEWEST.number());
     vec![
         (protocol(), role(), text(), id64(Generation), id64(ClientId))
@@ -665,12 +665,12 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
     ]
 }
 
-pub fn message() -> impl Strategy<Value = Message> {
+pub(super) fn message() -> impl Strategy<Value = Message> {
     proptest::strategy::Union::new(each_message())
 }
 
 /// A frame's parts: message, request, epoch, and a payload that fits the message.
-pub fn any_frame() -> impl Strategy<Value = (Message, u64, Epoch, Vec<u8>)> {
+pub(super) fn any_frame() -> impl Strategy<Value = (Message, u64, Epoch, Vec<u8>)> {
     (message(), any::<u64>(), id64(Epoch), vec(any::<u8>(), 1..200)).prop_map(
         |(message, request, epoch, payload)| {
             let allowed = *message.payload_limits().end() as usize;

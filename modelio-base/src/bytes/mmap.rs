@@ -70,15 +70,19 @@ impl Mapping {
     pub fn memfd(name: &str, len: usize) -> io::Result<Mapping> {
         let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
         nix::unistd::ftruncate(&fd, i64::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?)?;
-        Mapping::of(fd, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)
+        // SAFETY: the file has this length, and nobody else has it.
+        unsafe { Mapping::of(fd, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE) }
     }
 
-    /// The first `len` bytes (> 0) of the file `fd`. The caller has checked that the file has that many bytes
-    /// and that nobody can shorten it: an access to memory that is no longer there ends the process.
+    /// The first `len` bytes (> 0) of the file `fd`.
     ///
     /// # Errors
     /// ENOMEM, EACCES or what else the kernel says.
-    pub fn of(fd: OwnedFd, len: usize, protection: ProtFlags) -> io::Result<Mapping> {
+    ///
+    /// # Safety
+    /// The file has that many bytes, and nobody can shorten it: an access to memory that is no longer there ends the
+    /// process.
+    pub unsafe fn of(fd: OwnedFd, len: usize, protection: ProtFlags) -> io::Result<Mapping> {
         let size = len.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
         let Some(start) = aligned_room(len)? else {
             // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.

@@ -10,7 +10,7 @@ use libmodelio::vocabulary::ids::ClientId;
 
 use super::plans::Run;
 use super::{Action, CoordinatorCore};
-use crate::core::{Now, Plan, Source};
+use crate::core::{JobPlan, Now, Source};
 
 impl CoordinatorCore {
     /// A client has a whole block of new weights, and writes others. A plan begins that takes the blocks as they come, once
@@ -31,7 +31,7 @@ impl CoordinatorCore {
         }
         let weights = std::iter::once(0..self.shape.blocks()).collect();
         let buffer = Source { client, name: token, weights, ahead: None };
-        self.begin(Arc::new(Plan::of_weights(buffer, Some(BTreeSet::new()))), now, actions);
+        self.begin(Arc::new(JobPlan::of_weights(buffer, Some(BTreeSet::new()))), now, actions);
     }
 
     /// No work is left. A plan begins for the new weights that have waited for that, if their client still writes them.

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use libmodelio::vocabulary::ids::PlanId;
 use serde::{Deserialize, Serialize};
 
-use crate::core::Plan;
+use crate::core::JobPlan;
 
 /// The core's next plans, and the number of the next plan.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct PlanQueue {
     #[serde(skip)]
-    waiting: VecDeque<Arc<Plan>>,
+    waiting: VecDeque<Arc<JobPlan>>,
     next: PlanId,
 }
 
@@ -40,32 +40,32 @@ impl PlanQueue {
     }
 
     /// Work that waits for the other work in the queue.
-    pub(super) fn push(&mut self, plan: Arc<Plan>) {
+    pub(super) fn push(&mut self, plan: Arc<JobPlan>) {
         self.waiting.push_back(plan);
     }
 
     /// Work that is done anew, before the other work.
-    pub(super) fn push_first(&mut self, plan: Arc<Plan>) {
+    pub(super) fn push_first(&mut self, plan: Arc<JobPlan>) {
         self.waiting.push_front(plan);
     }
 
     /// The work that begins now.
-    pub(super) fn take_first(&mut self) -> Option<Arc<Plan>> {
+    pub(super) fn take_first(&mut self) -> Option<Arc<JobPlan>> {
         self.waiting.pop_front()
     }
 
     /// Whether such work waits.
-    pub(super) fn has(&self, is_it: impl Fn(&Plan) -> bool) -> bool {
+    pub(super) fn has(&self, is_it: impl Fn(&JobPlan) -> bool) -> bool {
         self.waiting.iter().any(|plan| is_it(plan))
     }
 
     /// The first such work, to be replaced.
-    pub(super) fn find(&mut self, is_it: impl Fn(&Plan) -> bool) -> Option<&mut Arc<Plan>> {
+    pub(super) fn find(&mut self, is_it: impl Fn(&JobPlan) -> bool) -> Option<&mut Arc<JobPlan>> {
         self.waiting.iter_mut().find(|plan| is_it(plan))
     }
 
     /// Drops the first such work. False if there is none.
-    pub(super) fn drop_first(&mut self, is_it: impl Fn(&Plan) -> bool) -> bool {
+    pub(super) fn drop_first(&mut self, is_it: impl Fn(&JobPlan) -> bool) -> bool {
         let at = self.waiting.iter().position(|plan| is_it(plan));
         at.and_then(|at| self.waiting.remove(at)).is_some()
     }

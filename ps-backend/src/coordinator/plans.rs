@@ -27,7 +27,7 @@ enum Stage {
 #[derive(Debug)]
 pub(super) struct Run {
     id: PlanId,
-    plan: Arc<core::Plan>,
+    plan: Arc<core::JobPlan>,
     senders: Vec<Sender>,
     start: Message,
     stage: Stage,
@@ -307,7 +307,7 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        let is_it = |plan: &core::Plan| {
+        let is_it = |plan: &core::JobPlan| {
             plan.weights.as_ref().is_some_and(|of| (of.client, of.name) == (client, token))
         };
         let runs = |run: &Run| run.stage == Stage::Gathering && !run.is_open && is_it(&run.plan);
@@ -329,7 +329,7 @@ impl CoordinatorCore {
     }
 
     /// Begins a plan that the core wants.
-    pub(super) fn begin(&mut self, plan: Arc<core::Plan>, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn begin(&mut self, plan: Arc<core::JobPlan>, now: Now, actions: &mut Vec<Action>) {
         if self.health.failed().is_some() {
             return;
         }
@@ -363,9 +363,9 @@ impl CoordinatorCore {
     }
 
     /// Seals the provisional plan under way. Shards get the final plan, and clients are granted all of it.
-    pub(super) fn seal(&mut self, plan: Arc<core::Plan>, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn seal(&mut self, plan: Arc<core::JobPlan>, now: Now, actions: &mut Vec<Action>) {
         // The provisional plan has not begun: it waits for the end of the plan before.
-        if let Some(waits) = self.queue.find(core::Plan::is_provisional) {
+        if let Some(waits) = self.queue.find(core::JobPlan::is_provisional) {
             *waits = plan;
             return;
         }
@@ -377,7 +377,7 @@ impl CoordinatorCore {
     }
 
     /// The plan under way becomes this one, which has all that was sent for it.
-    fn seal_as(&mut self, plan: Arc<core::Plan>, id: PlanId, now: Now, actions: &mut Vec<Action>) {
+    fn seal_as(&mut self, plan: Arc<core::JobPlan>, id: PlanId, now: Now, actions: &mut Vec<Action>) {
         if let Some((senders, mut start)) = self.start_of(&plan, id)
             && let Some(run) = &mut self.run
         {
@@ -405,7 +405,7 @@ impl CoordinatorCore {
 
     /// Begins a plan, or queues it until the present one has ended. A plan of new weights that are still being written
     /// gives way, unless the new one publishes these.
-    pub(super) fn want(&mut self, plan: Arc<core::Plan>, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn want(&mut self, plan: Arc<core::JobPlan>, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return self.begin(plan, now, actions) };
         let (id, open) = (run.id, run.open_weights());
         let is_of = |open: &Source, source: &Source| {
@@ -539,7 +539,7 @@ impl CoordinatorCore {
     /// sum. The work is under way, or is queued.
     pub(super) fn drop_work(
         &mut self,
-        is_it: impl Fn(&core::Plan) -> bool,
+        is_it: impl Fn(&core::JobPlan) -> bool,
         now: Now,
         actions: &mut Vec<Action>,
     ) {
@@ -556,7 +556,7 @@ impl CoordinatorCore {
 
     /// Whether the core publishes new weights of `client`.
     pub(super) fn assigns_from(&self, client: ClientId) -> bool {
-        let is_it = |plan: &core::Plan| plan.weights.as_ref().is_some_and(|of| of.client == client);
+        let is_it = |plan: &core::JobPlan| plan.weights.as_ref().is_some_and(|of| of.client == client);
         let runs = |run: &Run| run.stage == Stage::Gathering && !run.is_open && is_it(&run.plan);
         self.queue.has(is_it) || self.run.as_ref().is_some_and(runs)
     }

@@ -12,7 +12,7 @@ use crate::core;
 impl CoordinatorCore {
     /// The senders of a core's plan, and its message to the shards under this number. None if a learner is gone whose
     /// contribution was still written.
-    pub(super) fn start_of(&self, plan: &core::Plan, id: PlanId) -> Option<(Vec<Sender>, Message)> {
+    pub(super) fn start_of(&self, plan: &core::JobPlan, id: PlanId) -> Option<(Vec<Sender>, Message)> {
         let replaces = plan.work.combine().is_some_and(Combine::replaces);
         let mut senders = match &plan.weights {
             None => senders(&plan.inputs, self.core.accumulated_contributions(), replaces),

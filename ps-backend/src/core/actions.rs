@@ -68,7 +68,7 @@ pub struct Contribution {
 
 /// The computation of a sum, or of the next version.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct JobPlan {
     /// The work of shards. The `t` of a step is the highest of its tensors'.
     pub work: Work,
     /// The contributions that are not in the accumulator, by learner. The last one may replace the earlier ones.
@@ -80,10 +80,10 @@ pub struct Plan {
     pub provisional: Option<BTreeSet<LearnerId>>,
 }
 
-impl Plan {
+impl JobPlan {
     /// Publishes new weights.
-    pub fn of_weights(weights: Source, provisional: Option<BTreeSet<LearnerId>>) -> Plan {
-        Plan {
+    pub fn of_weights(weights: Source, provisional: Option<BTreeSet<LearnerId>>) -> JobPlan {
+        JobPlan {
             work: Work::Assign { token: weights.name },
             inputs: Vec::new(),
             weights: Some(weights),
@@ -102,9 +102,9 @@ impl Plan {
 pub enum Action {
     /// Carry out a plan. If it makes a version, call `JobCore::reduced`; if it is provisional, that must wait until it is
     /// sealed. Otherwise call `JobCore::accumulated`, or `JobCore::accumulate_failed` if nothing was added.
-    Begin(Arc<Plan>),
+    Begin(Arc<JobPlan>),
     /// Seal the provisional plan under way with this one. All its contributions are committed.
-    Seal(Arc<Plan>),
+    Seal(Arc<JobPlan>),
     /// Drop the provisional plan under way. Its results never count.
     Drop,
     /// Answer a request for good.

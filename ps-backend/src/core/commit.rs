@@ -7,8 +7,8 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::Weight;
 
 use super::{
-    Action, Committed, Contribution, JobCore, MAX_ASSIGNS, Now, Opening, Pending, PendingKind, Phase, Place,
-    Source, Ticket,
+    Action, Committed, Contribution, JobCore, MAX_ASSIGNS, Now, Opening, PayloadPlace, Pending, PendingKind,
+    Phase, Source, Ticket,
 };
 
 /// The beginning of a timeout's message. The names of the awaited learners follow.
@@ -21,8 +21,10 @@ impl JobCore {
     /// When the learner is gone, or the job is stopped.
     pub fn open(&mut self, learner: LearnerId, now: Now) -> Result<Opening, ShardError> {
         let stopped = self.refuse_if_stopped();
-        let staging_lent =
-            self.committed.iter().any(|c| c.contribution.learner == learner && c.place != Place::Accumulated);
+        let staging_lent = self
+            .committed
+            .iter()
+            .any(|c| c.contribution.learner == learner && c.place != PayloadPlace::Accumulated);
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         stopped?;
         member.is_used(now);
@@ -162,7 +164,7 @@ impl JobCore {
         if !same {
             let what = "the contribution was already taken, without what was written since";
             actions.push(Action::Reply(ticket, Err(ShardError::NotAllowed(what.into()))));
-        } else if taken.contribution.steady || taken.place == Place::Accumulated {
+        } else if taken.contribution.steady || taken.place == PayloadPlace::Accumulated {
             actions.push(Action::Reply(ticket, Ok(())));
         } else if let Some((earlier, _)) = taken.ticket.replace((ticket, deadline)) {
             let what = "the same commit was sent again";
@@ -213,7 +215,8 @@ impl JobCore {
         if !dropped && is_last && self.committed.iter().any(is_read) && self.end_provisional() {
             actions.push(Action::Drop);
         }
-        let waits = |c: &&mut Committed| c.contribution.learner == learner && c.place == Place::ToAccumulate;
+        let waits =
+            |c: &&mut Committed| c.contribution.learner == learner && c.place == PayloadPlace::ToAccumulate;
         if !dropped
             && is_last
             && let Some(committed) = self.committed.iter_mut().find(waits)

@@ -14,7 +14,7 @@
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::LearnerId;
 
-use super::{JobCore, Member, PendingKind, Phase, Place};
+use super::{JobCore, Member, PayloadPlace, PendingKind, Phase};
 
 impl JobCore {
     /// Takes over the consistency that is set. Learners that ran ahead under another one start level with the
@@ -110,7 +110,8 @@ impl JobCore {
         if !self.gathers() {
             return self.only_writer();
         }
-        if !self.committed.iter().all(|c| matches!(c.place, Place::Staged | Place::Accumulated)) {
+        if !self.committed.iter().all(|c| matches!(c.place, PayloadPlace::Staged | PayloadPlace::Accumulated))
+        {
             return None;
         }
         let all = self.consistency == Consistency::Sync;

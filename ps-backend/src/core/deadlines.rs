@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::waits::MAX_NAMES;
-use super::{Action, Committed, JobCore, NOT_COMMITTED, Now, PendingKind, Place, Ticket};
+use super::{Action, Committed, JobCore, NOT_COMMITTED, Now, PayloadPlace, PendingKind, Ticket};
 
 /// A reason of [`ShardError::TimedOut`]: readers hold all buffers.
 pub const ALL_BUFFERS_HELD: &str =
@@ -63,7 +63,7 @@ impl JobCore {
             actions.push(Action::Drop);
         }
         // An accumulated contribution is safe. Its answer waits for the version, but not beyond the deadline.
-        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulated) {
+        for committed in self.committed.iter_mut().filter(|c| c.place == PayloadPlace::Accumulated) {
             let ticket = committed.ticket.take_if(over);
             actions.extend(ticket.map(|(ticket, _)| Action::Reply(ticket, Ok(()))));
         }
@@ -111,7 +111,7 @@ impl JobCore {
         let mut back = Vec::new();
         for committed in self.committed.iter_mut().filter(|c| !c.is_read_on_loan()) {
             if let Some((ticket, _)) = committed.ticket.take_if(over) {
-                if committed.place == Place::ToAccumulate {
+                if committed.place == PayloadPlace::ToAccumulate {
                     back.push(committed.contribution.learner);
                     let what = match &missing[..] {
                         [] => "contributions of other learners are still being added up".into(),

@@ -5,7 +5,7 @@
 //! taken, and deadlines and leases go on.
 use libmodelio::vocabulary::reducer::Reducer;
 
-use super::{Action, Committed, Contribution, JobCore, Now, Pending, PendingKind, Place};
+use super::{Action, Committed, Contribution, JobCore, Now, PayloadPlace, Pending, PendingKind};
 
 impl JobCore {
     /// Begins to hold.
@@ -57,7 +57,7 @@ impl JobCore {
                 && contribution.partly.as_ref().is_none_or(|partly| partly.check(blocks).is_ok())
         };
         let held = |committed: &Committed| {
-            !matches!(committed.place, Place::Accumulating) && contributed(&committed.contribution)
+            !matches!(committed.place, PayloadPlace::Accumulating) && contributed(&committed.contribution)
         };
         let waits = |pending: &Pending| match &pending.kind {
             PendingKind::Commit { contribution, .. } => contributed(contribution),

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::actions::{Now, Plan, Ticket};
+use super::actions::{JobPlan, Now, Ticket};
 
 /// The plan all of whose contributions are committed, and what keeps the next one from beginning.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Making {
     #[serde(skip)]
-    plan: Option<Arc<Plan>>,
+    plan: Option<Arc<JobPlan>>,
     /// The request whose new weights the plan publishes.
     ticket: Option<(Ticket, Now)>,
     /// Whether the next version has a buffer.
@@ -42,7 +42,7 @@ impl Making {
     }
 
     /// A plan begins.
-    pub(super) fn begins(&mut self, plan: &Arc<Plan>) {
+    pub(super) fn begins(&mut self, plan: &Arc<JobPlan>) {
         self.plan = Some(Arc::clone(plan));
     }
 
@@ -52,7 +52,7 @@ impl Making {
     }
 
     /// The plan is over, whether its version is made or not.
-    pub(super) fn ends(&mut self) -> Option<Arc<Plan>> {
+    pub(super) fn ends(&mut self) -> Option<Arc<JobPlan>> {
         self.plan.take()
     }
 

@@ -18,7 +18,7 @@ use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use serde::{Deserialize, Serialize};
 
-use super::{Action, Committed, JobCore, Now, OfTensors, Pending, PendingKind, Phase, Place};
+use super::{Action, Committed, JobCore, Now, OfTensors, PayloadPlace, Pending, PendingKind, Phase};
 
 /// After how many failures in a row the pauses grow no more: 2^5 versions.
 const MOST_DOUBLINGS: u32 = 5;
@@ -143,8 +143,8 @@ impl JobCore {
         }
         let Some(open) = self.may_begin_provisional() else { return };
         self.fix_params();
-        for committed in self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate) {
-            committed.place = Place::Staged;
+        for committed in self.committed.iter_mut().filter(|c| c.place == PayloadPlace::ToAccumulate) {
+            committed.place = PayloadPlace::Staged;
         }
         actions.push(Action::Begin(Arc::new(self.reduce_plan(Some(&open)))));
         let staged = self.provisional.are_all_staged || open.len() > 1;
@@ -163,7 +163,7 @@ impl JobCore {
             self.provisional.accumulate_patience
         };
         let patience = now.saturating_sub(plan.since).max(least);
-        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Staged) {
+        for committed in self.committed.iter_mut().filter(|c| c.place == PayloadPlace::Staged) {
             committed.accumulate_at = (now + patience).min(committed.patient_until);
         }
     }
@@ -319,14 +319,18 @@ impl JobCore {
     /// Whether others than its learner can have a plan for these dropped, or have to send again then.
     fn is_of_others(&self, open: &BTreeSet<LearnerId>) -> bool {
         let is_other = |c: &Committed| {
-            c.place == Place::Staged && !c.contribution.steady && !open.contains(&c.contribution.learner)
+            c.place == PayloadPlace::Staged
+                && !c.contribution.steady
+                && !open.contains(&c.contribution.learner)
         };
         open.len() > 1 || self.committed.iter().any(is_other) || !self.gathers() && self.members.len() > 1
     }
 
     /// A committed contribution whose memory is read for the provisional plan: it can be taken out with that.
     pub(super) fn is_read_provisionally(&self, committed: &Committed) -> bool {
-        self.provisional.is_under_way() && committed.place == Place::Staged && !committed.contribution.steady
+        self.provisional.is_under_way()
+            && committed.place == PayloadPlace::Staged
+            && !committed.contribution.steady
     }
 
     /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does

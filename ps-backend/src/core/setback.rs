@@ -8,7 +8,7 @@ use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::{Action, Committed, JobCore, Member, Now, Phase, Place};
+use super::{Action, Committed, JobCore, Member, Now, PayloadPlace, Phase};
 
 impl JobCore {
     /// The contributions of a plan that makes no version could not be added up, and nothing was added. The named commits
@@ -42,12 +42,12 @@ impl JobCore {
     pub fn lost(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action>) -> bool {
         let is_gone = |committed: &Committed| {
             !committed.contribution.steady
-                && committed.place != Place::Accumulated
+                && committed.place != PayloadPlace::Accumulated
                 && learners.contains(&committed.contribution.learner)
         };
         let gone: Vec<_> = self.committed.extract_if(.., |committed| is_gone(committed)).collect();
         let mut void = false;
-        if gone.iter().any(|committed| committed.place == Place::Accumulating) {
+        if gone.iter().any(|committed| committed.place == PayloadPlace::Accumulating) {
             self.stop_accumulation();
             void = true;
         }
@@ -110,16 +110,16 @@ impl JobCore {
     ) -> bool {
         let found = self.committed.iter_mut().find(|c| c.contribution.learner == learner && is_it(c));
         let Some(committed) = found else { return false };
-        if committed.place == Place::Accumulated {
+        if committed.place == PayloadPlace::Accumulated {
             let answer = committed.ticket.take().map(|(ticket, _)| Action::Reply(ticket, Ok(())));
             actions.extend(answer);
             return false;
         }
         let (place, is_read) = (committed.place, committed.is_read());
         match place {
-            Place::Accumulating => self.stop_accumulation(),
-            Place::Staged => self.stop_plan(),
-            Place::ToAccumulate | Place::Accumulated => {}
+            PayloadPlace::Accumulating => self.stop_accumulation(),
+            PayloadPlace::Staged => self.stop_plan(),
+            PayloadPlace::ToAccumulate | PayloadPlace::Accumulated => {}
         }
         self.fail(vec![(learner, why)], actions);
         self.release_params();
@@ -152,17 +152,18 @@ impl JobCore {
     /// Contributions that a plan was to read wait again.
     pub(super) fn put_back(&mut self) {
         for committed in
-            self.committed.iter_mut().filter(|c| !c.contribution.steady && c.place == Place::Staged)
+            self.committed.iter_mut().filter(|c| !c.contribution.steady && c.place == PayloadPlace::Staged)
         {
-            committed.place = Place::ToAccumulate;
+            committed.place = PayloadPlace::ToAccumulate;
         }
     }
 
     /// The contributions under way are not in the accumulator.
     fn stop_accumulation(&mut self) {
         self.measured.stops();
-        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
-            committed.place = if committed.contribution.steady { Place::Staged } else { Place::ToAccumulate };
+        for committed in self.committed.iter_mut().filter(|c| c.place == PayloadPlace::Accumulating) {
+            committed.place =
+                if committed.contribution.steady { PayloadPlace::Staged } else { PayloadPlace::ToAccumulate };
         }
     }
 
@@ -170,7 +171,7 @@ impl JobCore {
         for (learner, error) in failed {
             let of_learner = |c: &&mut Committed| c.contribution.learner == learner;
             let Some(committed) =
-                self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate).find(of_learner)
+                self.committed.iter_mut().filter(|c| c.place == PayloadPlace::ToAccumulate).find(of_learner)
             else {
                 continue;
             };

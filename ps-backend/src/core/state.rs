@@ -88,7 +88,7 @@ impl Member {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Place {
+pub(super) enum PayloadPlace {
     /// The payload stays where it is until the version is made.
     Staged,
     /// The payload waits to be accumulated.
@@ -102,7 +102,7 @@ pub(super) enum Place {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Committed {
     pub(super) contribution: Arc<Contribution>,
-    pub(super) place: Place,
+    pub(super) place: PayloadPlace,
     /// The request to answer when the payload is safe, and its deadline.
     pub(super) ticket: Option<(Ticket, Now)>,
     /// When it is accumulated, unless its version is made before.
@@ -117,7 +117,8 @@ pub(super) struct Committed {
 impl Committed {
     /// Whether its payload is being read from memory that is not the shard's own.
     pub(super) fn is_read(&self) -> bool {
-        self.place == Place::Accumulating || self.place == Place::Staged && !self.contribution.steady
+        self.place == PayloadPlace::Accumulating
+            || self.place == PayloadPlace::Staged && !self.contribution.steady
     }
 
     /// Whether its payload is being read from lent memory.

@@ -10,8 +10,8 @@ use libmodelio::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
 use libmodelio::vocabulary::reducer;
 
 use super::{
-    Action, Committed, Contribution, JobCore, Now, OfTensors, Pending, PendingKind, Phase, Place, Plan,
-    Tensors, Ticket, Work, staleness,
+    Action, Committed, Contribution, JobCore, JobPlan, Now, OfTensors, PayloadPlace, Pending, PendingKind,
+    Phase, Tensors, Ticket, Work, staleness,
 };
 use crate::reducers;
 
@@ -32,11 +32,11 @@ impl JobCore {
         actions: &mut Vec<Action>,
     ) {
         self.measured.accumulated(measured);
-        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
+        for committed in self.committed.iter_mut().filter(|c| c.place == PayloadPlace::Accumulating) {
             if !learners.contains(&committed.contribution.learner) {
                 continue;
             }
-            committed.place = Place::Accumulated;
+            committed.place = PayloadPlace::Accumulated;
             committed.undo = None;
             // The version follows a measurement at once, and answers its commits.
             if let Some((ticket, _)) = committed.ticket.take_if(|_| measured.is_none()) {
@@ -138,7 +138,7 @@ impl JobCore {
                     match self.may_assign() {
                         Ok(()) => {
                             self.making.publishes(ticket, deadline);
-                            self.run(Plan::of_weights(buffer, None), actions);
+                            self.run(JobPlan::of_weights(buffer, None), actions);
                         }
                         Err(error) => actions.push(Action::Reply(ticket, Err(error))),
                     }
@@ -163,7 +163,7 @@ impl JobCore {
         let is_kept = contribution.steady || self.provisional.is_staged();
         let left = ticket.1.saturating_sub(now);
         self.committed.push(Committed {
-            place: if is_kept { Place::Staged } else { Place::ToAccumulate },
+            place: if is_kept { PayloadPlace::Staged } else { PayloadPlace::ToAccumulate },
             contribution: Arc::new(contribution),
             ticket: Some(ticket),
             accumulate_at: now + self.provisional.accumulate_patience().min(left / 4),
@@ -180,7 +180,7 @@ impl JobCore {
         }
         if !self.is_complete() || self.is_busy() || !self.making.has_buffer() || self.is_held() {
             for committed in
-                self.committed.iter_mut().filter(|c| c.contribution.steady && c.place == Place::Staged)
+                self.committed.iter_mut().filter(|c| c.contribution.steady && c.place == PayloadPlace::Staged)
             {
                 if let Some((ticket, _)) = committed.ticket.take() {
                     actions.push(Action::Reply(ticket, Ok(())));
@@ -193,8 +193,8 @@ impl JobCore {
         }
         // Contributions that would have been accumulated are read in place, because the version is made now.
         for committed in &mut self.committed {
-            if committed.place == Place::ToAccumulate {
-                committed.place = Place::Staged;
+            if committed.place == PayloadPlace::ToAccumulate {
+                committed.place = PayloadPlace::Staged;
             }
         }
         self.run(self.reduce_plan(None), actions);
@@ -202,8 +202,8 @@ impl JobCore {
 
     /// The plan for the coming version. It has the committed contributions. If it is provisional, it also has those of
     /// these learners, which may hold any tensor.
-    pub(super) fn reduce_plan(&self, provisional: Option<&BTreeSet<LearnerId>>) -> Plan {
-        let kept = self.committed.iter().filter(|committed| committed.place == Place::Staged);
+    pub(super) fn reduce_plan(&self, provisional: Option<&BTreeSet<LearnerId>>) -> JobPlan {
+        let kept = self.committed.iter().filter(|committed| committed.place == PayloadPlace::Staged);
         let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
         inputs.sort_by_key(|contribution| contribution.learner);
         let (reducer, mut hyper, OfTensors { frozen, groups }) = self.params();
@@ -224,7 +224,7 @@ impl JobCore {
         let factors = self.factors(&groups, &step, &written, provisional);
         let fresh_state = !self.recipe.has_state();
         let work = Work::Reduce { step, tensors, groups, factors, fresh_state };
-        Plan { work, inputs, weights: None, provisional: provisional.cloned() }
+        JobPlan { work, inputs, weights: None, provisional: provisional.cloned() }
     }
 
     /// The tensors that the coming version reduces. A provisional one may reduce any.
@@ -283,7 +283,7 @@ impl JobCore {
     /// on that of the gradient.
     fn unmeasured(&self) -> Option<Quantity> {
         let (reducer, hyper, OfTensors { groups, .. }) = self.params();
-        let all = self.committed.iter().all(|c| c.place == Place::Accumulated);
+        let all = self.committed.iter().all(|c| c.place == PayloadPlace::Accumulated);
         match (reducer.measures(&hyper), groups.are_layerwise(reducer)) {
             (true, _) if !all || self.measured.squares().is_none() => Some(Quantity::Gradient),
             (_, true) if !all || self.measured.norms().is_none() => Some(Quantity::Tensors),
@@ -300,10 +300,10 @@ impl JobCore {
         groups.averaged(step.reducer).for_each(|averaged| counts.set_range(averaged, false));
         let tensors = self.recipe.next_steps(&counts);
         let work = Work::Measure { step, tensors, groups, quantity };
-        self.accumulate(|place| place != Place::Accumulated, work, actions);
+        self.accumulate(|place| place != PayloadPlace::Accumulated, work, actions);
     }
 
-    fn run(&mut self, plan: Plan, actions: &mut Vec<Action>) {
+    fn run(&mut self, plan: JobPlan, actions: &mut Vec<Action>) {
         let plan = Arc::new(plan);
         self.making.begins(&plan);
         if self.seal_provisional() {
@@ -325,7 +325,7 @@ impl JobCore {
         }
         self.committed
             .iter()
-            .filter(|c| c.place == Place::ToAccumulate || self.is_read_provisionally(c))
+            .filter(|c| c.place == PayloadPlace::ToAccumulate || self.is_read_provisionally(c))
             .map(|committed| committed.accumulate_at)
             .min()
     }
@@ -339,19 +339,19 @@ impl JobCore {
             return;
         }
         let work = Work::Add { combine: self.params().0.combine() };
-        self.accumulate(|place| place == Place::ToAccumulate, work, actions);
+        self.accumulate(|place| place == PayloadPlace::ToAccumulate, work, actions);
     }
 
     /// The contributions in these places are being accumulated from now on.
-    fn accumulate(&mut self, from: impl Fn(Place) -> bool, work: Work, actions: &mut Vec<Action>) {
+    fn accumulate(&mut self, from: impl Fn(PayloadPlace) -> bool, work: Work, actions: &mut Vec<Action>) {
         let mut inputs = Vec::new();
         for committed in self.committed.iter_mut().filter(|c| from(c.place)) {
-            committed.place = Place::Accumulating;
+            committed.place = PayloadPlace::Accumulating;
             inputs.push(Arc::clone(&committed.contribution));
         }
         inputs.sort_by_key(|contribution| contribution.learner);
         self.fix_params();
-        let plan = Plan { work, inputs, weights: None, provisional: None };
+        let plan = JobPlan { work, inputs, weights: None, provisional: None };
         actions.push(Action::Begin(Arc::new(plan)));
     }
 }

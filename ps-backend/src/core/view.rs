@@ -7,7 +7,7 @@ use libmodelio::vocabulary::members::Attached;
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 
-use super::{Contribution, JobCore, Member, MemberView, Now, Phase, Place, Source};
+use super::{Contribution, JobCore, Member, MemberView, Now, PayloadPlace, Phase, Source};
 
 fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
     MemberView {
@@ -71,19 +71,20 @@ impl JobCore {
     /// The places of taken contributions that still have to be read, by learner.
     pub fn unread(&self) -> impl Iterator<Item = (LearnerId, &Source)> {
         let unread =
-            self.committed.iter().filter(|c| !c.contribution.steady && c.place != Place::Accumulated);
+            self.committed.iter().filter(|c| !c.contribution.steady && c.place != PayloadPlace::Accumulated);
         unread.map(|c| (c.contribution.learner, &c.contribution.source))
     }
 
     /// Whether contributions are being accumulated: a plan that makes no version is under
     /// way.
     pub(super) fn is_accumulating(&self) -> bool {
-        self.measured.is_under_way() || self.committed.iter().any(|c| c.place == Place::Accumulating)
+        self.measured.is_under_way() || self.committed.iter().any(|c| c.place == PayloadPlace::Accumulating)
     }
 
     /// The contributions to the coming version that are in the accumulator.
     pub(crate) fn accumulated_contributions(&self) -> impl Iterator<Item = &Arc<Contribution>> {
-        let accumulated = self.committed.iter().filter(|committed| committed.place == Place::Accumulated);
+        let accumulated =
+            self.committed.iter().filter(|committed| committed.place == PayloadPlace::Accumulated);
         accumulated.map(|committed| &committed.contribution)
     }
 
@@ -102,7 +103,7 @@ impl JobCore {
 
     /// Whether the accumulator holds contributions to the coming version.
     pub(super) fn has_accumulated(&self) -> bool {
-        self.committed.iter().any(|c| c.place == Place::Accumulated && !c.contribution.sent.is_clear())
+        self.committed.iter().any(|c| c.place == PayloadPlace::Accumulated && !c.contribution.sent.is_clear())
     }
 
     /// The learners in the job, by number.

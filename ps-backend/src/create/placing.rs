@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 /// A shard that takes models.
 #[derive(Clone, Debug)]
-pub struct Candidate {
+pub(super) struct Candidate {
     /// Its record.
     pub record: ShardRecord,
     /// What it says of itself; `None` if it gave no answer in time.
@@ -15,17 +15,17 @@ pub struct Candidate {
 
 /// The part of a shard's status that decides about its place.
 #[derive(Clone, Debug, Default, Deserialize)]
-pub struct Standing {
+pub(super) struct Standing {
     /// Bytes of memory that it can still take, if its system tells.
     #[serde(default)]
     pub memory_available: Option<u64>,
     /// Its partitions.
-    pub models: Vec<Held>,
+    pub models: Vec<PartitionBytes>,
 }
 
 /// A partition that a shard has.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Held {
+pub(super) struct PartitionBytes {
     /// Bytes of its blocks.
     pub bytes: u64,
 }
@@ -54,7 +54,7 @@ impl Candidate {
 /// for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order.
 /// Where too few have room, shards without room are among the chosen ones, and say so when they are asked. So are those
 /// that do not answer, where no others can take the model.
-pub fn choose(
+pub(super) fn choose(
     mut candidates: Vec<Candidate>,
     wanted: Option<usize>,
     most: usize,
@@ -79,7 +79,7 @@ mod tests {
 
     /// A shard with so much memory left, and with partitions of so many bytes.
     fn shard(number: u16, memory_available: u64, held: &[u64]) -> Candidate {
-        let models = held.iter().map(|&bytes| Held { bytes }).collect();
+        let models = held.iter().map(|&bytes| PartitionBytes { bytes }).collect();
         let record = ShardRecord {
             shard: ShardId(number),
             address: format!("node{number}:7070"),

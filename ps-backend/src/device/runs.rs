@@ -9,7 +9,7 @@ use libmodelio::vocabulary::tensor_steps::Treatment;
 use smallvec::SmallVec;
 
 /// The most words of a run. Between two copies a device pauses for some microseconds, so longer runs are faster.
-pub const MAX_WORDS: usize = 2 << 20;
+pub(super) const MAX_WORDS: usize = 2 << 20;
 /// The least words of a run that is cut. The first run's copy to the device and the last one's from it overlap with nothing,
 /// so there should be many runs.
 const MIN_WORDS: usize = 128 << 10;

@@ -40,7 +40,7 @@ pub struct Source {
 
 /// A plan as the core needs it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
+pub struct PartitionPlan {
     /// The number, which is above the numbers of all earlier plans.
     pub id: PlanId,
     /// The work on the blocks.
@@ -55,7 +55,7 @@ pub struct Plan {
     pub in_place: bool,
 }
 
-impl Plan {
+impl PartitionPlan {
     /// Whether a block is finished when all of it has come: computed, or measured. If not, it is only added up.
     fn finishes(&self) -> bool {
         match self.work {
@@ -77,7 +77,7 @@ impl Plan {
     }
 
     /// Whether `sealed` is the sealed form of this plan. Then all blocks that were computed under it stay.
-    fn becomes(&self, sealed: &Plan) -> bool {
+    fn becomes(&self, sealed: &PartitionPlan) -> bool {
         let same_work = match (&self.work, &sealed.work) {
             (
                 Work::Reduce { step, groups, fresh_state, .. },
@@ -112,7 +112,7 @@ pub struct Sent {
 
 /// What to do with a reserved payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct ReservedPlace {
     /// The payload is the first of its block. It is stored in the running plan's accumulator, and others are added to
     /// it.
     pub first: bool,
@@ -129,7 +129,7 @@ pub struct Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// The payload may come. The edge reports the end of its reservation by [`PartitionCore::end`].
-    Ready(Place),
+    Ready(ReservedPlace),
     /// The payload can be read where it lies, and others of its block are still to come. It is kept, and read with
     /// the last of them. If it does not stay there, the edge reports that by [`PartitionCore::is_gone`].
     Keep,
@@ -144,7 +144,7 @@ pub enum Placement {
 
 /// How a reservation ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum ReservationOutcome {
     /// The payload is in its place.
     Complete,
     /// The payload holds NaN or Inf, which are refused. Nothing of the plan can count.
@@ -256,7 +256,7 @@ const MADE_AT_ONCE: usize = 64;
 
 #[derive(Debug)]
 struct Running {
-    plan: Plan,
+    plan: PartitionPlan,
     stage: Stage,
     /// Whether the coordinator of the newest connection has started the plan, or has repeated its start.
     vouched: bool,
@@ -441,7 +441,7 @@ impl PartitionCore {
             return Placement::Later;
         }
         let kept = running.goes_with(at, b, is_last).next().is_some();
-        Placement::Ready(Place {
+        Placement::Ready(ReservedPlace {
             first: running.came[b] == 0,
             last: running.plan.finishes() && is_last,
             check: running.plan.sources[at].check,
@@ -455,32 +455,32 @@ impl PartitionCore {
         client: ClientId,
         plan: PlanId,
         block: u32,
-        outcome: Outcome,
+        outcome: ReservationOutcome,
         actions: &mut Vec<Action>,
     ) {
         let Some(running) = self.running_if(plan) else { return };
         let b = block as usize;
         running.busy.set(b, false);
         running.in_flight -= 1;
-        if outcome == Outcome::Released {
+        if outcome == ReservationOutcome::Released {
             running.last.set(b, false);
         }
         if running.stage == Stage::Gathering {
             match (outcome, running.plan.source_of(client, b)) {
-                (Outcome::Complete, Some(at)) => {
+                (ReservationOutcome::Complete, Some(at)) => {
                     running.got[at].insert(b);
                     running.came[b] += 1;
                     running.left = running.left.saturating_sub(1);
                 }
-                (Outcome::NonFinite, Some(_)) => {
+                (ReservationOutcome::NonFinite, Some(_)) => {
                     running.stage = Stage::NonFinite { client, block };
                     actions.push(Action::NonFinite { plan, client, block });
                 }
-                (Outcome::Torn, _) => {
+                (ReservationOutcome::Torn, _) => {
                     running.stage = Stage::Torn;
                     actions.push(Action::Torn(plan));
                 }
-                (Outcome::Released, _) | (_, None) => {}
+                (ReservationOutcome::Released, _) | (_, None) => {}
             }
         }
         // When this payload was reserved for, another one of the block was expected.

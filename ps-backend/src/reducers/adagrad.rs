@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::{Hyper, Step};
 use super::gradient::{Gradient, constant};
 use super::{Formula, Function, Reduce};
 
-pub struct AdaGrad;
+pub(super) struct AdaGrad;
 
 impl Reduce for AdaGrad {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {

@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::{Hyper, Step};
 use super::gradient::{Gradient, constant, written};
 use super::{Formula, Function, Reduce};
 
-pub struct Adam {
+pub(super) struct Adam {
     /// Whether weights decay by themselves, and not through the gradient.
     pub decoupled: bool,
 }
@@ -23,7 +23,7 @@ impl Reduce for Adam {
 }
 
 #[derive(Clone, Copy)]
-pub struct Moments<S> {
+pub(super) struct Moments<S> {
     gradient: Gradient<S>,
     /// Factor on the weights: decoupled weight decay.
     keep: S,
@@ -55,7 +55,7 @@ impl<S: Scalar> Moments<S> {
     }
 
     /// In place of the next weights: the step with decoupled decay, at learning rate 1.
-    pub fn direction(step: &Step) -> Self {
+    pub(super) fn direction(step: &Step) -> Self {
         let hyper = Hyper { learning_rate: -1.0, ..step.hyper.clone() };
         let step = Step { hyper, factor: None, ..step.clone() };
         Self { keep: constant(step.hyper.weight_decay), ..Self::new(&step, true) }

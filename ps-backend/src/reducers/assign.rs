@@ -9,7 +9,7 @@ use libmodelio::vocabulary::reducer::{Hyper, Step};
 
 use super::{Formula, Function, Reduce};
 
-pub struct Assign;
+pub(super) struct Assign;
 
 impl Reduce for Assign {
     fn pass(&self, _: &Step, Operands { wire, sources, input, output }: Operands<'_>, check: bool) -> bool {

@@ -10,7 +10,7 @@ use super::{Formula, Layerwise, Reduce};
 
 const ADAM: Adam = Adam { decoupled: true };
 
-pub struct Lamb;
+pub(super) struct Lamb;
 
 impl Reduce for Lamb {
     fn pass(&self, step: &Step, operands: Operands<'_>, check: bool) -> bool {

@@ -11,7 +11,7 @@ use super::momentum::{RunningMomentum, Way};
 use super::sum::Carried;
 use super::{Formula, Layerwise, Reduce};
 
-pub struct Lars;
+pub(super) struct Lars;
 
 impl Lars {
     fn way<S: Scalar>(step: &Step) -> Way<S> {

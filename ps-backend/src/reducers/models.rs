@@ -19,7 +19,7 @@ use super::sum::Carried;
 use super::{Formula, Function, Reduce};
 
 /// The mean or the sum of the contributions, added to the weights, or in their place if it is one of values.
-pub struct Average;
+pub(super) struct Average;
 
 impl Average {
     fn op<S: Scalar, const WEIGHTS: bool>(step: &Step) -> Carried<S, WEIGHTS> {
@@ -53,7 +53,7 @@ impl Reduce for Average {
 }
 
 /// The sum of the corrections, with momentum.
-pub struct Sma;
+pub(super) struct Sma;
 
 impl Sma {
     fn way<S: Scalar>(step: &Step) -> Way<S> {
@@ -72,7 +72,7 @@ impl Reduce for Sma {
 }
 
 /// A step of the outer optimizer.
-pub struct Diloco;
+pub(super) struct Diloco;
 
 impl Diloco {
     fn way<S: Scalar>(step: &Step) -> Way<S> {

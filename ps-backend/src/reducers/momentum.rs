@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::Step;
 use super::gradient::{Gradient, constant};
 use super::{Formula, Function, Reduce};
 
-pub struct Momentum {
+pub(super) struct Momentum {
     pub nesterov: bool,
 }
 
@@ -32,7 +32,7 @@ impl Reduce for Momentum {
 
 /// What goes into the running gradient, and the step along that.
 #[derive(Clone, Copy)]
-pub struct Way<S> {
+pub(super) struct Way<S> {
     pub gradient: Gradient<S>,
     pub rate: S,
     pub nesterov: bool,
@@ -40,7 +40,7 @@ pub struct Way<S> {
 
 impl RunningMomentum<f32, false> {
     /// The pass of a step in both types.
-    pub fn pass(
+    pub(super) fn pass(
         step: &Step,
         operands: Operands<'_>,
         single: impl Fn(&Step) -> Way<f32>,
@@ -60,7 +60,7 @@ impl RunningMomentum<f32, false> {
     }
 
     /// The same for a device.
-    pub fn formula(step: &Step, single: Way<f32>, double: Way<f64>) -> Formula {
+    pub(super) fn formula(step: &Step, single: Way<f32>, double: Way<f64>) -> Formula {
         let function = match (step.t <= 1, single.nesterov) {
             (true, false) => Function::MomentumFirst,
             (true, true) => Function::NesterovFirst,
@@ -74,7 +74,7 @@ impl RunningMomentum<f32, false> {
 
 /// The `FIRST` step fills the buffer.
 #[derive(Clone, Copy)]
-pub struct RunningMomentum<S, const FIRST: bool> {
+pub(super) struct RunningMomentum<S, const FIRST: bool> {
     way: Way<S>,
     momentum: S,
     undamped: S,

@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::Step;
 use super::gradient::{Gradient, constant, written};
 use super::{Formula, Function, Reduce};
 
-pub struct RmsProp;
+pub(super) struct RmsProp;
 
 impl Reduce for RmsProp {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {

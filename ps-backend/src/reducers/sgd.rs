@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::{Hyper, Step};
 use super::gradient::{Gradient, constant};
 use super::{Formula, Function, Reduce};
 
-pub struct Sgd;
+pub(super) struct Sgd;
 
 impl Reduce for Sgd {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {

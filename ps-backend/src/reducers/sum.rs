@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::{Hyper, Step};
 use super::gradient::{clip, constant, limit};
 use super::{Formula, Function, Reduce};
 
-pub struct Sum;
+pub(super) struct Sum;
 
 impl Reduce for Sum {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
@@ -39,7 +39,7 @@ fn is_plain(step: &Step) -> bool {
 
 /// Without `WEIGHTS` there is nothing to carry, and old weights are not read.
 #[derive(Clone, Copy)]
-pub struct Carried<S, const WEIGHTS: bool> {
+pub(super) struct Carried<S, const WEIGHTS: bool> {
     carry: S,
     scale: S,
     limit: S,
@@ -52,17 +52,17 @@ impl<S: Scalar, const WEIGHTS: bool> Carried<S, WEIGHTS> {
     }
 
     /// The gradient of a step, and nothing of the weights.
-    pub fn gradient(step: &Step) -> Self {
+    pub(super) fn gradient(step: &Step) -> Self {
         Self { carry: S::nearest(0.0), scale: S::nearest(step.scale() * clip(step)), limit: limit(step) }
     }
 
     /// This share of the weights, and the sum times `scale`.
-    pub fn with(carry: f64, scale: f64) -> Self {
+    pub(super) fn with(carry: f64, scale: f64) -> Self {
         let limit = S::nearest(f64::INFINITY);
         Self { carry: S::nearest(carry), scale: S::nearest(scale), limit }
     }
 
-    pub fn constants(&self) -> [S; 3] {
+    pub(super) fn constants(&self) -> [S; 3] {
         [self.carry, self.scale, self.limit]
     }
 }

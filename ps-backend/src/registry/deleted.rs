@@ -10,14 +10,14 @@ const REMEMBERED: usize = 4096;
 
 /// Deleted models, each in one life of its name.
 #[derive(Debug, Default)]
-pub struct Deleted {
+pub(super) struct Deleted {
     order: VecDeque<(String, Generation)>,
     known: BTreeSet<(String, Generation)>,
 }
 
 impl Deleted {
     /// Adds a model. A second call does nothing.
-    pub fn add(&mut self, name: &str, generation: Generation) {
+    pub(super) fn add(&mut self, name: &str, generation: Generation) {
         let life = (name.to_owned(), generation);
         if !self.known.insert(life.clone()) {
             return;
@@ -31,7 +31,7 @@ impl Deleted {
     }
 
     /// Whether the model is one of them.
-    pub fn contains(&self, name: &str, generation: Generation) -> bool {
+    pub(super) fn contains(&self, name: &str, generation: Generation) -> bool {
         self.known.contains(&(name.to_owned(), generation))
     }
 }

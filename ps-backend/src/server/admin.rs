@@ -5,106 +5,109 @@ use libmodelio::wire::{Message, ModelRecord, Refusal};
 use serde_json::{Value, json};
 
 use super::coordinator::Begins;
+use super::models;
 use super::partition::{MakeError, Partition};
-use super::shared::{Creation, Model, Shared};
+use super::shared::{Creation, HostedModel, Shared};
 use super::unsent::AdminAnswer;
 use crate::memory;
 use crate::snapshot::Piece;
 
-impl Shared {
-    /// Makes this shard's partition of a model. This takes a while.
-    pub(super) fn create(&self, payload: &[u8]) -> AdminAnswer {
-        let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
-        let (name, generation) = (record.name.clone(), record.generation);
-        {
-            let models = self.models.lock();
-            match models.get(&name) {
-                // The request was repeated.
-                Some(model) if model.generation == generation => return Ok((Message::Done, None)),
-                Some(_) => return Err(Refusal::Exists(name)),
-                None => {}
-            }
-            let mut creations = self.creations.lock();
-            let busy = |(life, of): (&Generation, &Creation)| {
-                *life == generation || (of.name == name && !of.deleted)
-            };
-            if creations.iter().any(busy) {
-                return Err(Refusal::other(format!("model {name:?} is being created")));
-            }
-            creations.insert(generation, Creation { name: name.clone(), deleted: false });
+/// Makes this shard's partition of a model. This takes a while.
+pub(super) fn create(shared: &Shared, payload: &[u8]) -> AdminAnswer {
+    let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
+    let (name, generation) = (record.name.clone(), record.generation);
+    {
+        let models = shared.models.lock();
+        match models.get(&name) {
+            // The request was repeated.
+            Some(model) if model.generation == generation => return Ok((Message::Done, None)),
+            Some(_) => return Err(Refusal::Exists(name)),
+            None => {}
         }
-        let shard = self.identity.number();
-        let partition = has_room(&record, shard)
-            .and_then(|()| Partition::new(&record, shard, &self.executor, self.of_partitions()));
-        let mut models = self.models.lock();
-        let deleted = self.creations.lock().remove(&generation).is_none_or(|creation| creation.deleted);
-        let partition = partition.map_err(Refusal::other)?;
-        if deleted {
-            return Err(Refusal::Deleted(name));
+        let mut creations = shared.creations.lock();
+        let busy =
+            |(life, of): (&Generation, &Creation)| *life == generation || (of.name == name && !of.deleted);
+        if creations.iter().any(busy) {
+            return Err(Refusal::other(format!("model {name:?} is being created")));
         }
-        let layout = partition.layout();
-        tracing::info!(model = %name, blocks = layout.blocks(), bytes = layout.size(), "created");
-        self.gone.is_back(&name);
-        let (coordinator, redirect, begins) = (None, None, None);
-        models.insert(name, Model { generation, record, partition, coordinator, redirect, begins });
-        Ok((Message::Done, None))
+        creations.insert(generation, Creation { name: name.clone(), deleted: false });
     }
-
-    /// Loads a piece of the model's first version.
-    pub(super) fn load(&self, generation: Generation, piece: Piece, bytes: &[u8]) -> Result<(), Refusal> {
-        self.partition_of(generation)?.1.load(piece, bytes)
+    let shard = shared.identity.number();
+    let partition = has_room(&record, shard)
+        .and_then(|()| Partition::new(&record, shard, &shared.executor, shared.of_partitions()));
+    let mut models = shared.models.lock();
+    let deleted = shared.creations.lock().remove(&generation).is_none_or(|creation| creation.deleted);
+    let partition = partition.map_err(Refusal::other)?;
+    if deleted {
+        return Err(Refusal::Deleted(name));
     }
+    let layout = partition.layout();
+    tracing::info!(model = %name, blocks = layout.blocks(), bytes = layout.size(), "created");
+    shared.gone.is_back(&name);
+    let (coordinator, redirect, begins) = (None, None, None);
+    models.insert(name, HostedModel { generation, record, partition, coordinator, redirect, begins });
+    Ok((Message::Done, None))
+}
 
-    /// All blocks were sent. The partition can be used now, and the job begins if this shard coordinates it.
-    pub(super) fn loaded(&self, generation: Generation) -> AdminAnswer {
-        let (name, partition) = self.partition_of(generation)?;
-        partition.store().finish_loading().map_err(Refusal::other)?;
-        let mut models = self.models.lock();
-        let Some(model) = models.get_mut(&name).filter(|model| model.generation == generation) else {
-            return Err(Refusal::NoModel(name));
-        };
-        let shard = self.identity.number();
-        if model.coordinator.is_none() && model.record.coordinator == shard {
-            let job = model.begins.take().map_or(Begins::Anew, Begins::AtRecord);
-            model.coordinator = Some(self.coordinator(&model.record, &model.partition, job, &[])?);
-        }
-        Ok((Message::Done, None))
+/// Loads a piece of the model's first version.
+pub(super) fn load(
+    shared: &Shared,
+    generation: Generation,
+    piece: Piece,
+    bytes: &[u8],
+) -> Result<(), Refusal> {
+    models::partition_of(shared, generation)?.1.load(piece, bytes)
+}
+
+/// All blocks were sent. The partition can be used now, and the job begins if this shard coordinates it.
+pub(super) fn loaded(shared: &Shared, generation: Generation) -> AdminAnswer {
+    let (name, partition) = models::partition_of(shared, generation)?;
+    partition.store().finish_loading().map_err(Refusal::other)?;
+    let mut models = shared.models.lock();
+    let Some(model) = models.get_mut(&name).filter(|model| model.generation == generation) else {
+        return Err(Refusal::NoModel(name));
+    };
+    let shard = shared.identity.number();
+    if model.coordinator.is_none() && model.record.coordinator == shard {
+        let job = model.begins.take().map_or(Begins::Anew, Begins::AtRecord);
+        model.coordinator = Some(models::coordinator(shared, &model.record, &model.partition, job, &[])?);
     }
+    Ok((Message::Done, None))
+}
 
-    /// The status: what this shard holds and does.
-    pub(super) fn status(&self) -> Value {
-        let models = self.models.lock();
-        let models: Vec<Value> = models
-            .iter()
-            .map(|(name, model)| {
-                let mut status = status_of(name, model);
-                status["not_in_registry"] = json!(self.standing.lock().why_unknown(model.generation));
-                status
-            })
-            .collect();
-        json!({
-            "shard": self.identity.number().0,
-            "address": self.identity.address,
-            "not_listed": self.why_not_listed(),
-            "io": self.net.backend().to_string(),
-            "tcp": {
-                // The listener does not count.
-                "connections": self.net.connections().saturating_sub(1),
-            },
-            "shared_memory": self.fast.memory_status(),
-            "rdma": self.fast.rdma_status(&self.identity.address),
-            "checksum": self.options.checksum.name(),
-            "device": self.executor.device().map_or("cpu", |device| device.name()),
-            "threads": self.options.threads,
-            "memory_available": memory::for_models(),
-            "registry": self.directory.name(),
-            "registry_seconds": self.directory.table().map(|table| table.age().as_secs_f64()),
-            "registry_announcements": self.directory.table().map(|table| table.announcements()),
-            "models": models,
-            "incoming": self.incoming.status(),
-            "left": self.gone.names(),
+/// The status: what this shard holds and does.
+pub(super) fn status(shared: &Shared) -> Value {
+    let models = shared.models.lock();
+    let models: Vec<Value> = models
+        .iter()
+        .map(|(name, model)| {
+            let mut status = status_of(name, model);
+            status["not_in_registry"] = json!(shared.standing.lock().why_unknown(model.generation));
+            status
         })
-    }
+        .collect();
+    json!({
+        "shard": shared.identity.number().0,
+        "address": shared.identity.address,
+        "not_listed": shared.why_not_listed(),
+        "io": shared.net.backend().to_string(),
+        "tcp": {
+            // The listener does not count.
+            "connections": shared.net.connections().saturating_sub(1),
+        },
+        "shared_memory": shared.fast.memory_status(),
+        "rdma": shared.fast.rdma_status(&shared.identity.address),
+        "checksum": shared.options.checksum.name(),
+        "device": shared.executor.device().map_or("cpu", |device| device.name()),
+        "threads": shared.options.threads,
+        "memory_available": memory::for_models(),
+        "registry": shared.directory.name(),
+        "registry_seconds": shared.directory.table().map(|table| table.age().as_secs_f64()),
+        "registry_announcements": shared.directory.table().map(|table| table.announcements()),
+        "models": models,
+        "incoming": shared.incoming.status(),
+        "left": shared.gone.names(),
+    })
 }
 
 /// Refuses a model that can never fit, before tables of its blocks are made.
@@ -119,7 +122,7 @@ fn has_room(record: &ModelRecord, shard: ShardId) -> Result<(), MakeError> {
     }
 }
 
-fn status_of(name: &str, model: &Model) -> Value {
+fn status_of(name: &str, model: &HostedModel) -> Value {
     let (version, plan) = model.partition.progress();
     let (memory, taken) = (model.partition.store().bytes(), model.partition.store().taken());
     let coordinator = model.coordinator.as_ref().map(|coordinator| {

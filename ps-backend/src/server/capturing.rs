@@ -15,7 +15,8 @@ use serde_json::json;
 
 use super::captures::{Name, PINNED};
 use super::coordinator::Coordinator;
-use super::peer_shard::{PeerShard, ask_all};
+use super::models;
+use super::peer_shard::{AnswersHere, PeerShard, ask_all};
 use super::shared::Shared;
 use super::unsent::AdminAnswer;
 use crate::core::JobRecord;
@@ -40,122 +41,129 @@ struct Capturing<'a> {
     snapshot: u64,
 }
 
-impl Shared {
-    /// Handles a request about snapshots. This may take a while.
-    pub(super) fn of_snapshot(self: &Arc<Shared>, message: Message, payload: &[u8]) -> AdminAnswer {
-        let done = |()| (Message::Done, None);
-        match message {
-            Message::Capture { model, generation, epoch } => self.capture(&model, generation, epoch),
-            Message::Pin { generation, epoch, snapshot, slots, holds } => {
-                let version = self.pin((generation, snapshot), epoch, slots, holds)?;
-                Ok((Message::Pinned { version }, None))
-            }
-            Message::Copy { generation, snapshot, version, slots } => {
-                self.captures.copy((generation, snapshot), version, slots, &*self.executor).map(done)
-            }
-            Message::FetchCopy { generation, snapshot, block, what } => {
-                let bytes = self.captures.fetch((generation, snapshot), (block, what))?;
-                Ok((Message::Fetched, Some(bytes)))
-            }
-            Message::Release { generation, snapshot } => {
-                self.captures.release((generation, snapshot));
-                Ok((Message::Done, None))
-            }
-            Message::BeginAt { generation } => self.begin_at(generation, payload).map(done),
-            other => Err(Refusal::Role { what: other.name().to_owned() }),
+/// Handles a request about snapshots. This may take a while.
+pub(super) fn of_snapshot(
+    shared: &Arc<Shared>,
+    message: Message,
+    payload: &[u8],
+    here: AnswersHere,
+) -> AdminAnswer {
+    let done = |()| (Message::Done, None);
+    match message {
+        Message::Capture { model, generation, epoch } => capture(shared, (&model, generation), epoch, here),
+        Message::Pin { generation, epoch, snapshot, slots, holds } => {
+            let version = pin(shared, (generation, snapshot), epoch, slots, holds)?;
+            Ok((Message::Pinned { version }, None))
         }
+        Message::Copy { generation, snapshot, version, slots } => {
+            shared.captures.copy((generation, snapshot), version, slots, &*shared.executor).map(done)
+        }
+        Message::FetchCopy { generation, snapshot, block, what } => {
+            let bytes = shared.captures.fetch((generation, snapshot), (block, what))?;
+            Ok((Message::Fetched, Some(bytes)))
+        }
+        Message::Release { generation, snapshot } => {
+            shared.captures.release((generation, snapshot));
+            Ok((Message::Done, None))
+        }
+        Message::BeginAt { generation } => begin_at(shared, generation, payload).map(done),
+        other => Err(Refusal::Role { what: other.name().to_owned() }),
     }
+}
 
-    fn pin(self: &Arc<Shared>, name: Name, epoch: Epoch, slots: u8, holds: bool) -> Result<Version, Refusal> {
-        let (_, partition) = self.partition_of(name.0)?;
-        if partition.epoch != epoch {
-            return Err(Refusal::Epoch { expected: partition.epoch, got: epoch });
-        }
-        let starts_expiry = || {
-            let weak = Arc::downgrade(self);
-            let expires = move || {
-                loop {
-                    std::thread::sleep(CHECK_INTERVAL);
-                    let Some(shared) = weak.upgrade().filter(|shared| !shared.ending.has_begun()) else {
-                        return;
-                    };
-                    if !shared.captures.expire(Instant::now()) {
-                        return;
-                    }
+fn pin(shared: &Arc<Shared>, name: Name, epoch: Epoch, slots: u8, holds: bool) -> Result<Version, Refusal> {
+    let (_, partition) = models::partition_of(shared, name.0)?;
+    if partition.epoch != epoch {
+        return Err(Refusal::Epoch { expected: partition.epoch, got: epoch });
+    }
+    let starts_expiry = || {
+        let weak = Arc::downgrade(shared);
+        let expires = move || {
+            loop {
+                std::thread::sleep(CHECK_INTERVAL);
+                let Some(shared) = weak.upgrade().filter(|shared| !shared.ending.has_begun()) else {
+                    return;
+                };
+                if !shared.captures.expire(Instant::now()) {
+                    return;
                 }
-            };
-            let spawned = std::thread::Builder::new().name("captures".into()).spawn(expires);
-            spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to end it: {error}")))
-        };
-        if holds {
-            return self.captures.pin(name, partition.store());
-        }
-        self.captures.reserve(name, partition.store(), slots, starts_expiry)?;
-        // Who saves again soon waits here, where the coordinator is patient.
-        while self.captures.rests(name.0, Instant::now()) && !self.ending.has_begun() {
-            std::thread::sleep(CHECK_INTERVAL);
-        }
-        Ok(partition.progress().0)
-    }
-
-    /// A created model begins at a snapshot.
-    fn begin_at(&self, generation: Generation, record: &[u8]) -> Result<(), Refusal> {
-        let record: JobRecord = serde_json::from_slice(record)
-            .map_err(|error| Refusal::other(format!("the record of the job cannot be read: {error}")))?;
-        let (name, partition) = self.partition_of(generation)?;
-        partition.store().begin_at(record.version, record.optimizer).map_err(Refusal::other)?;
-        partition.begin_at(record.version);
-        let mut models = self.models.lock();
-        let model = models.get_mut(&name).filter(|model| model.generation == generation);
-        model.ok_or(Refusal::NoModel(name))?.begins = Some(record);
-        Ok(())
-    }
-
-    /// Takes a snapshot of a model that is coordinated here. This takes a while.
-    fn capture(self: &Arc<Shared>, model: &str, generation: Generation, epoch: Epoch) -> AdminAnswer {
-        let coordinator = self.coordinator_of(model, generation)?;
-        // A move of the model pins it by itself.
-        let alone = coordinator.moves.alone.try_lock_for(PROMPT).ok_or_else(|| {
-            Refusal::other(format!("model {model:?} is being moved: run the command again when that is over"))
-        })?;
-        let (_, expected) = coordinator.life();
-        if expected != epoch {
-            return Err(Refusal::Epoch { expected, got: epoch });
-        }
-        let mut random = [0; 8];
-        getrandom::fill(&mut random).map_err(Refusal::other)?;
-        let snapshot = u64::from_le_bytes(random);
-        let records = self.directory.ask(|registry, deadline| registry.shards(deadline));
-        let records =
-            records.map_err(|error| Refusal::other(format!("the registry cannot be asked: {error}")))?;
-        let owners = self.owners_of(model)?;
-        let peer = |owner: &ShardId| {
-            let record = records.iter().find(|record| record.shard == *owner);
-            let record = record.ok_or_else(|| Refusal::other(format!("shard {owner} is not announced")))?;
-            Ok((*owner, Arc::new(PeerShard::new(record))))
-        };
-        let peers = owners.iter().map(peer).collect::<Result<BTreeMap<_, _>, Refusal>>()?;
-        let capturing =
-            Capturing { shared: self, coordinator: &coordinator, peers, generation, epoch, snapshot };
-        let taken = capturing.take();
-        drop(alone);
-        match taken {
-            Ok(payload) => Ok((Message::Captured { snapshot }, Some(payload))),
-            Err(refusal) => {
-                // Shards out of reach give the snapshot up by themselves.
-                let _ = capturing.all(PROMPT, &Message::Release { generation, snapshot });
-                Err(refusal)
             }
+        };
+        let spawned = std::thread::Builder::new().name("captures".into()).spawn(expires);
+        spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to end it: {error}")))
+    };
+    if holds {
+        return shared.captures.pin(name, partition.store());
+    }
+    shared.captures.reserve(name, partition.store(), slots, starts_expiry)?;
+    // Who saves again soon waits here, where the coordinator is patient.
+    while shared.captures.rests(name.0, Instant::now()) && !shared.ending.has_begun() {
+        std::thread::sleep(CHECK_INTERVAL);
+    }
+    Ok(partition.progress().0)
+}
+
+/// A created model begins at a snapshot.
+fn begin_at(shared: &Shared, generation: Generation, record: &[u8]) -> Result<(), Refusal> {
+    let record: JobRecord = serde_json::from_slice(record)
+        .map_err(|error| Refusal::other(format!("the record of the job cannot be read: {error}")))?;
+    let (name, partition) = models::partition_of(shared, generation)?;
+    partition.store().begin_at(record.version, record.optimizer).map_err(Refusal::other)?;
+    partition.begin_at(record.version);
+    let mut models = shared.models.lock();
+    let model = models.get_mut(&name).filter(|model| model.generation == generation);
+    model.ok_or(Refusal::NoModel(name))?.begins = Some(record);
+    Ok(())
+}
+
+/// Takes a snapshot of a model that is coordinated here. This takes a while.
+fn capture(
+    shared: &Arc<Shared>,
+    (model, generation): (&str, Generation),
+    epoch: Epoch,
+    here: AnswersHere,
+) -> AdminAnswer {
+    let coordinator = models::coordinator_of(shared, model, generation)?;
+    // A move of the model pins it by itself.
+    let alone = coordinator.moves.alone.try_lock_for(PROMPT).ok_or_else(|| {
+        Refusal::other(format!("model {model:?} is being moved: run the command again when that is over"))
+    })?;
+    let (_, expected) = coordinator.life();
+    if expected != epoch {
+        return Err(Refusal::Epoch { expected, got: epoch });
+    }
+    let mut random = [0; 8];
+    getrandom::fill(&mut random).map_err(Refusal::other)?;
+    let snapshot = u64::from_le_bytes(random);
+    let records = shared.directory.ask(|registry, deadline| registry.shards(deadline));
+    let records =
+        records.map_err(|error| Refusal::other(format!("the registry cannot be asked: {error}")))?;
+    let owners = owners_of(shared, model)?;
+    let peer = |owner: &ShardId| {
+        let record = records.iter().find(|record| record.shard == *owner);
+        let record = record.ok_or_else(|| Refusal::other(format!("shard {owner} is not announced")))?;
+        Ok((*owner, Arc::new(PeerShard::new(record, here))))
+    };
+    let peers = owners.iter().map(peer).collect::<Result<BTreeMap<_, _>, Refusal>>()?;
+    let capturing = Capturing { shared, coordinator: &coordinator, peers, generation, epoch, snapshot };
+    let taken = capturing.take();
+    drop(alone);
+    match taken {
+        Ok(payload) => Ok((Message::Captured { snapshot }, Some(payload))),
+        Err(refusal) => {
+            // Shards out of reach give the snapshot up by themselves.
+            let _ = capturing.all(PROMPT, &Message::Release { generation, snapshot });
+            Err(refusal)
         }
     }
+}
 
-    /// The shards that own blocks of a model.
-    fn owners_of(&self, model: &str) -> Result<Vec<ShardId>, Refusal> {
-        let models = self.models.lock();
-        let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
-        let map = found.record.block_map().map_err(Refusal::other)?;
-        Ok(map.shares().into_keys().collect())
-    }
+/// The shards that own blocks of a model.
+fn owners_of(shared: &Shared, model: &str) -> Result<Vec<ShardId>, Refusal> {
+    let models = shared.models.lock();
+    let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
+    let map = found.record.block_map().map_err(Refusal::other)?;
+    Ok(map.shares().into_keys().collect())
 }
 
 impl Capturing<'_> {

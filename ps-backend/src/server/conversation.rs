@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::transport::frames::{Conversation, Link, Outgoing, Take};
-use libmodelio::transport::stream::{Close, Piece};
+use libmodelio::transport::stream::{Close, LentPayload};
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::layout::MAX_BLOCK_SIZE;
@@ -17,14 +17,14 @@ use libmodelio::wire::{
 
 use super::coordinator::Coordinator;
 use super::errands::{self, Errand};
-use super::moving;
-use super::origins::{Origin, Place};
+use super::origins::{Origin, OriginPlace};
 use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, ToCoordinator};
 use super::rdma_clients::RdmaClient;
 use super::redirect::{Redirect, TurnedAway};
 use super::shared::Shared;
 use super::shm_clients::ShmClient;
 use super::unsent::{AdminAnswer, Unsent, UnsentAll, answer, answer_counted};
+use super::{admin, models, moving};
 use crate::partition::store::PinnedVersion;
 
 /// The longest silence on a connection.
@@ -69,7 +69,7 @@ pub(super) struct Peer {
     /// The peer's address, for limits. A peer on this host or by RDMA has limits of its own.
     origin: Option<Origin>,
     /// Its place among those that have greeted.
-    place: Option<Place>,
+    place: Option<OriginPlace>,
     link: Link,
     kind: PeerKind,
     epoch: Epoch,
@@ -114,7 +114,7 @@ impl Peer {
 
     /// Sends the peer the model's new place, and ends the connection.
     fn send_redirect(&self, request: u64, to: &Redirect) -> Close {
-        let payload = Some(Piece::owned(to.payload.to_vec()));
+        let payload = Some(LentPayload::owned(to.payload.to_vec()));
         self.link.send_last(Outgoing { message: Message::Moved, request, epoch: to.epoch, payload });
         Close::Asked("the model has moved".into())
     }
@@ -170,7 +170,7 @@ impl Peer {
         let got = received.header.epoch();
         let models = self.shared.models.lock();
         let Some(found) = models.get(model) else {
-            return Err(self.shared.not_here(model, *generation, *role, got));
+            return Err(models::not_here(&self.shared, model, *generation, *role, got));
         };
         if found.generation != *generation {
             let (model, expected, got) = (model.clone(), found.generation, *generation);
@@ -269,7 +269,7 @@ impl Peer {
         let shared = Arc::clone(&self.shared);
         let answer = match message {
             Message::Load { generation, block, what } => {
-                return shared.load(generation, (block, what), payload);
+                return admin::load(&shared, generation, (block, what), payload);
             }
             // Records may be long. Reading one must not hold up the thread that moves bytes.
             Message::Registry(
@@ -290,14 +290,22 @@ impl Peer {
                     answer_counted(&link, request, text, Some(unsent));
                 };
                 let of_status = Arc::clone(&shared);
-                shared.limits.status.ask(Box::new(answer), move || of_status.status().to_string());
+                shared.limits.status.ask(Box::new(answer), move || admin::status(&of_status).to_string());
                 return Ok(());
             }
             Message::Move { model, generation, off, timeout_ms, hold_ms } => {
                 let (link, timeout) = (self.link.clone(), Duration::from_millis(timeout_ms.into()));
                 let hold = (hold_ms > 0).then(|| Duration::from_millis(hold_ms.into()));
                 let answer = move |result| answer(&link, request, result);
-                match shared.move_model(&model, generation, off, (timeout, hold), answer) {
+                match moving::move_model(
+                    &shared,
+                    &model,
+                    generation,
+                    off,
+                    (timeout, hold),
+                    moving::between_shards,
+                    answer,
+                ) {
                     Ok(()) => return Ok(()),
                     Err(refusal) => Err(refusal),
                 }
@@ -307,28 +315,33 @@ impl Peer {
                 let (link, unsent) = (self.link.clone(), Unsent::one_more(&self.unsent, 0)?);
                 let executor = shared.executor.clone();
                 executor.spawn(Box::new(move || {
-                    answer_counted(&link, request, shared.between_shards(message, &[]), Some(unsent));
+                    answer_counted(
+                        &link,
+                        request,
+                        moving::between_shards(&shared, message, &[]),
+                        Some(unsent),
+                    );
                 }));
                 return Ok(());
             }
             message if moving::is_between_shards(&message) && shared.options.holds_blocks => {
                 return self.send_off(request, moving::kind_of(&message), payload, move |payload| {
-                    shared.between_shards(message, payload)
+                    moving::between_shards(&shared, message, payload)
                 });
             }
             Message::Create if shared.options.holds_blocks => {
                 return self.send_off(request, errands::ErrandKind::Memory, payload, move |payload| {
-                    shared.create(payload)
+                    admin::create(&shared, payload)
                 });
             }
             Message::Loaded { generation } if shared.options.holds_blocks => {
                 return self.send_off(request, errands::ErrandKind::Short, payload, move |_| {
-                    shared.loaded(generation)
+                    admin::loaded(&shared, generation)
                 });
             }
             Message::Delete { model, generation } if shared.options.holds_blocks => {
                 return self.send_off(request, errands::ErrandKind::Short, payload, move |_| {
-                    shared.delete(&model, generation)
+                    models::delete(&shared, &model, generation)
                 });
             }
             other => Err(Refusal::Role { what: other.name().to_owned() }),

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::timer::{self, Alarm, Timed};
 use libmodelio::transport::frames::{Link, Outgoing};
-use libmodelio::transport::local::{End, Mail, Mailbox, Recipient};
+use libmodelio::transport::local::{Mail, Mailbox, MailboxEnd, Recipient};
 use libmodelio::transport::reactor::Handle;
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, LearnerId, PlanId, ShardId, Version};
@@ -66,7 +66,7 @@ pub(super) struct Network {
     pub(super) resolve: Resolve,
 }
 
-enum Way {
+enum ShardRoute {
     /// The coordinator's own partition, through the mailbox.
     Here,
     /// A shard on the network.
@@ -89,7 +89,7 @@ pub struct Coordinator {
     pub model: String,
     generation: Generation,
     epoch: Epoch,
-    ways: Vec<Way>,
+    ways: Vec<ShardRoute>,
     /// The mailbox to its own partition.
     mailbox: Arc<Mailbox>,
     /// The coordinator's own partition.
@@ -152,12 +152,12 @@ impl Coordinator {
     ) -> Result<Arc<Coordinator>, String> {
         let map = record.block_map().map_err(|error| error.to_string())?;
         let began_at = if let Begins::HandedOver(_, now) = job { now } else { Duration::ZERO };
-        let ways: Vec<Way> = map
+        let ways: Vec<ShardRoute> = map
             .shares()
             .into_keys()
             .map(|other| match other {
-                _ if other == shard => Way::Here,
-                other => Way::There(Arc::new(RemoteShard::new(other, known, began_at))),
+                _ if other == shard => ShardRoute::Here,
+                other => ShardRoute::There(Arc::new(RemoteShard::new(other, known, began_at))),
             })
             .collect();
         let layout = record.layout().map_err(|error| error.to_string())?;
@@ -234,7 +234,7 @@ impl Coordinator {
 
     fn leave_partitions(&self) {
         for way in &self.ways {
-            if let Way::There(remote) = way
+            if let ShardRoute::There(remote) = way
                 && let Some(link) = remote.link.lock().take()
             {
                 link.close(Close::ShutDown);
@@ -245,9 +245,9 @@ impl Coordinator {
 
     /// The known addresses of the model's other shards.
     pub(super) fn addresses(&self) -> Vec<(ShardId, String)> {
-        let address = |way: &Way| match way {
-            Way::There(remote) => remote.address().map(|address| (remote.shard, address)),
-            Way::Here => None,
+        let address = |way: &ShardRoute| match way {
+            ShardRoute::There(remote) => remote.address().map(|address| (remote.shard, address)),
+            ShardRoute::Here => None,
         };
         self.ways.iter().filter_map(address).collect()
     }
@@ -289,9 +289,9 @@ impl Coordinator {
 
     /// Shards without a connection, for how long, and why.
     fn gone(&self, now: Duration) -> Vec<(ShardId, Duration, String)> {
-        let gone = |way: &Way| match way {
-            Way::There(remote) => remote.is_gone(now).map(|(gone, why)| (remote.shard, gone, why)),
-            Way::Here => None,
+        let gone = |way: &ShardRoute| match way {
+            ShardRoute::There(remote) => remote.is_gone(now).map(|(gone, why)| (remote.shard, gone, why)),
+            ShardRoute::Here => None,
         };
         self.ways.iter().filter_map(gone).collect()
     }
@@ -365,7 +365,7 @@ impl Coordinator {
                     Action::ToClient(client, request, message) => {
                         if state.client_here == Some(client) {
                             let mail = Mail::Message(request, message);
-                            self.mailbox.put(End::Coordinator, End::Client, mail);
+                            self.mailbox.put(MailboxEnd::Coordinator, MailboxEnd::Client, mail);
                             drains = true;
                         } else if self.grants_here(&mut state, client, &message) {
                             drains = true;
@@ -385,12 +385,12 @@ impl Coordinator {
                         }
                     }
                     Action::ToPartition(partition, request, message) => match &self.ways[partition] {
-                        Way::Here => {
+                        ShardRoute::Here => {
                             let mail = Mail::Message(request, message);
-                            self.mailbox.put(End::Coordinator, End::Partition, mail);
+                            self.mailbox.put(MailboxEnd::Coordinator, MailboxEnd::Partition, mail);
                             drains = true;
                         }
-                        Way::There(remote) => orders.push((remote, request, message)),
+                        ShardRoute::There(remote) => orders.push((remote, request, message)),
                     },
                     Action::Published(version) => {
                         tracing::debug!(model = %self.model, %version, "published");
@@ -531,7 +531,7 @@ impl Coordinator {
     fn connect_missing(&self) {
         let now = self.now();
         for (index, way) in self.ways.iter().enumerate() {
-            let Way::There(remote) = way else { continue };
+            let ShardRoute::There(remote) = way else { continue };
             remote.look(now);
             if !remote.is_due(now) {
                 continue;
@@ -556,18 +556,18 @@ impl Coordinator {
 
 /// Takes messages of its own partition and of a client in this process.
 impl Recipient for Coordinator {
-    fn receive(self: Arc<Coordinator>, from: End, mail: Mail) {
+    fn receive(self: Arc<Coordinator>, from: MailboxEnd, mail: Mail) {
         match (from, mail) {
-            (End::Partition, Mail::Message(request, message)) => {
-                if let Some(own) = self.ways.iter().position(|way| matches!(way, Way::Here)) {
+            (MailboxEnd::Partition, Mail::Message(request, message)) => {
+                if let Some(own) = self.ways.iter().position(|way| matches!(way, ShardRoute::Here)) {
                     self.partition_message(own, request, message);
                 }
             }
-            (End::Partition, Mail::Granted(granted)) => self.not_taken(granted),
-            (End::Partition, Mail::Buffer(ready)) => {
+            (MailboxEnd::Partition, Mail::Granted(granted)) => self.not_taken(granted),
+            (MailboxEnd::Partition, Mail::Buffer(ready)) => {
                 self.with_core(|state, now, actions| state.core.buffer(ready, now, actions));
             }
-            (End::Client, Mail::Message(request, message)) => {
+            (MailboxEnd::Client, Mail::Message(request, message)) => {
                 self.with_core(|state, now, actions| {
                     if let Some(client) = state.client_here {
                         state.core.from_client(client, request, message, now, actions);

@@ -58,7 +58,7 @@ struct Inner {
 }
 
 /// The place of a connection that has greeted.
-pub(super) struct Place {
+pub(super) struct OriginPlace {
     of: Arc<Origins>,
     counts_as: (Origin, Role),
 }
@@ -96,7 +96,7 @@ impl Origins {
         origin: Origin,
         role: Role,
         link: &Link,
-    ) -> Result<Place, Refusal> {
+    ) -> Result<OriginPlace, Refusal> {
         let counts_as = (origin, if role == Role::Control { Role::Data } else { role });
         let mut inner = self.inner.lock();
         inner.strange.retain(|(_, other)| !other.is(link));
@@ -107,7 +107,7 @@ impl Origins {
         }
         *count += 1;
         inner.all += 1;
-        Ok(Place { of: Arc::clone(self), counts_as })
+        Ok(OriginPlace { of: Arc::clone(self), counts_as })
     }
 
     /// A connection has ended without a greeting.
@@ -116,7 +116,7 @@ impl Origins {
     }
 }
 
-impl Drop for Place {
+impl Drop for OriginPlace {
     fn drop(&mut self) {
         let mut inner = self.of.inner.lock();
         inner.all -= 1;
@@ -172,11 +172,11 @@ mod tests {
     fn the_mounts_of_a_host_lock_out_neither_its_coordinator_nor_its_operator() {
         let origins = Origins::new(16 * MAX_GREETED);
         let come = |role| origins.greeted(origin("127.0.0.1"), role, &Link::default());
-        let mounts: Vec<Place> = (0..MAX_GREETED)
+        let mounts: Vec<OriginPlace> = (0..MAX_GREETED)
             .map(|number| come(if number % 3 == 0 { Role::Control } else { Role::Data }).unwrap())
             .collect();
         assert!(come(Role::Control).is_err() && come(Role::Data).is_err());
-        let operators: Vec<Place> = (0..MAX_GREETED).map(|_| come(Role::Admin).unwrap()).collect();
+        let operators: Vec<OriginPlace> = (0..MAX_GREETED).map(|_| come(Role::Admin).unwrap()).collect();
         assert!(come(Role::Admin).is_err());
         let coordinator = come(Role::Coordinator).unwrap();
         assert_eq!(origins.inner.lock().all, 2 * MAX_GREETED + 1);
@@ -189,9 +189,10 @@ mod tests {
         let origins = Origins::new(2 * MAX_GREETED + 100);
         let come = |origin| origins.greeted(origin, Role::Data, &Link::default());
         let crowd = origin("10.0.0.1");
-        let mut places: Vec<Place> = (0..MAX_GREETED).map(|_| come(crowd).unwrap()).collect();
+        let mut places: Vec<OriginPlace> = (0..MAX_GREETED).map(|_| come(crowd).unwrap()).collect();
         assert!(come(crowd).is_err());
-        let others: Vec<Place> = (0..MAX_WHEN_FULL).map(|_| come(origin("10.0.0.2")).unwrap()).collect();
+        let others: Vec<OriginPlace> =
+            (0..MAX_WHEN_FULL).map(|_| come(origin("10.0.0.2")).unwrap()).collect();
         assert!(come(origin("10.0.0.2")).is_err(), "half of the places are taken");
         places.pop();
         assert!(come(crowd).is_err(), "it has more than its share now");

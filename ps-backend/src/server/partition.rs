@@ -31,7 +31,7 @@ use std::time::Instant;
 
 use libmodelio::observe::histogram::Histogram;
 use libmodelio::transport::frames::{Link, Outgoing};
-use libmodelio::transport::local::{End, Granted, Mail, Mailbox};
+use libmodelio::transport::local::{Granted, Mail, Mailbox, MailboxEnd};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
@@ -47,7 +47,7 @@ use crate::snapshot::Piece;
 use crate::state_copies::StateCopies;
 pub(super) use blocks::Followed;
 use blocks::Follower;
-use here::Here;
+use here::HereState;
 use parking::Connected;
 use reservation::{Coming, KeptPayloads};
 pub(super) use reservation::{Lent, Push, Reservation, Reserved, Room, Sender};
@@ -94,7 +94,7 @@ struct PartitionState {
     /// When that coordinator connected.
     coordinated_since: Instant,
     /// The client in this process.
-    here: Here,
+    here: HereState,
 }
 
 impl PartitionState {
@@ -257,7 +257,7 @@ impl Partition {
             followers: BTreeMap::new(),
             coordinator: None,
             coordinated_since: Instant::now(),
-            here: Here { waits: false, has_buffer: true },
+            here: HereState { waits: false, has_buffer: true },
         };
         Arc::new(Partition {
             model: record.name.clone(),
@@ -352,7 +352,7 @@ impl PartitionState {
         match &self.coordinator {
             None => {}
             Some(ToCoordinator::Here(mailbox)) => {
-                mailbox.put(End::Partition, End::Coordinator, Mail::Message(request, message));
+                mailbox.put(MailboxEnd::Partition, MailboxEnd::Coordinator, Mail::Message(request, message));
             }
             Some(ToCoordinator::There(link)) => {
                 link.send(Outgoing { epoch, ..Outgoing::new(request, message) });

@@ -10,19 +10,25 @@ use libmodelio::wire::{Message, ShardRecord};
 use parking_lot::Mutex;
 
 use super::shared::Shared;
+use super::unsent::AdminAnswer;
 
 /// The longest wait for a greeting.
 const CONNECTING: Duration = Duration::from_secs(10);
 
+/// How this process answers a request between shards.
+pub(super) type AnswersHere = fn(&Arc<Shared>, Message, &[u8]) -> AdminAnswer;
+
 /// The address of a shard, and an idle connection to it, if there is one.
 pub(super) struct PeerShard {
     record: ShardRecord,
+    here: AnswersHere,
     idle: Mutex<Option<AdminPeer>>,
 }
 
 impl PeerShard {
-    pub(super) fn new(record: &ShardRecord) -> PeerShard {
-        PeerShard { record: record.clone(), idle: Mutex::new(None) }
+    /// `here` answers if the shard is this process.
+    pub(super) fn new(record: &ShardRecord, here: AnswersHere) -> PeerShard {
+        PeerShard { record: record.clone(), here, idle: Mutex::new(None) }
     }
 
     pub(super) fn shard(&self) -> ShardId {
@@ -43,7 +49,7 @@ impl PeerShard {
         within: Duration,
     ) -> Result<Message, String> {
         if self.record.shard == shared.identity.number() {
-            let answered = shared.between_shards(message.clone(), payload);
+            let answered = (self.here)(shared, message.clone(), payload);
             return answered.map(|(answer, _)| answer).map_err(|refusal| refusal.to_string());
         }
         self.ask(message, payload, Instant::now() + within).map_err(|error| error.to_string())

@@ -28,7 +28,7 @@ use crate::core::JobRecord;
 use crate::partition::executor::Executor;
 
 /// One model on this shard.
-pub(super) struct Model {
+pub(super) struct HostedModel {
     pub generation: Generation,
     pub record: ModelRecord,
     pub partition: Arc<Partition>,
@@ -71,7 +71,7 @@ pub(super) struct Shared {
     pub executor: Arc<dyn Executor>,
     pub fast: FastPaths,
     pub limits: Limits,
-    pub models: Mutex<BTreeMap<String, Model>>,
+    pub models: Mutex<BTreeMap<String, HostedModel>>,
     /// The models that are being created: their memory is being taken.
     pub creations: Mutex<BTreeMap<Generation, Creation>>,
     /// Partitions for block maps that are not in force yet.
@@ -89,7 +89,7 @@ pub(super) struct Shared {
 
 impl Shared {
     /// The options of its partitions.
-    pub fn of_partitions(&self) -> PartitionOptions {
+    pub(super) fn of_partitions(&self) -> PartitionOptions {
         PartitionOptions { state: self.options.state, checksum: self.options.checksum }
     }
 

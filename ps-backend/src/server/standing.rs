@@ -5,14 +5,14 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::Generation;
-use libmodelio::wire::{Held, ModelRecord};
+use libmodelio::wire::{HeldPartition, ModelRecord};
 
 /// The most deleted models that are remembered for a restarted registry.
 const MAX_DELETED: usize = 256;
 
 /// The generation and block map of a partition.
-pub(super) fn life(record: &ModelRecord) -> Held {
-    Held { model: record.name.clone(), generation: record.generation, epoch: record.epoch }
+pub(super) fn life(record: &ModelRecord) -> HeldPartition {
+    HeldPartition { model: record.name.clone(), generation: record.generation, epoch: record.epoch }
 }
 
 /// A shard's standing with the registry.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use libmodelio::transport::frames::{Link, Outgoing};
-use libmodelio::transport::stream::Piece;
+use libmodelio::transport::stream::LentPayload;
 use libmodelio::wire::{Message, Refusal};
 
 /// The answer to a request for administration.
@@ -84,7 +84,7 @@ pub(super) fn answer_counted(link: &Link, request: u64, answer: AdminAnswer, uns
     };
     let payload = payload.filter(|bytes| !bytes.is_empty());
     link.send(Outgoing {
-        payload: payload.map(|bytes| Piece::owned_with(bytes, unsent)),
+        payload: payload.map(|bytes| LentPayload::owned_with(bytes, unsent)),
         ..Outgoing::new(request, message)
     });
 }

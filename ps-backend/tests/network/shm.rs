@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{ClientError, TransportChoice};
-use libmodelio::transport::shm::{Descriptors, End, Meeting, Piece, Regions, meet};
+use libmodelio::transport::shm::{BorrowedRange, Descriptors, Meeting, Regions, RingEnd, meet};
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::transport_kind::TransportKind;
@@ -99,7 +99,7 @@ fn a_restarted_shard_is_reached_by_shared_memory_again() {
 
 /// A process that speaks by itself through shared memory.
 pub struct Raw {
-    end: End,
+    end: RingEnd,
     socket: Arc<OwnedFd>,
     descriptors: Descriptors,
     receiver: Receiver,
@@ -306,7 +306,7 @@ fn blocks_of_plans_that_never_come_do_not_wait_for_ever() {
 
 impl Raw {
     /// Pulls `version`, and says of none of its blocks that they are copied.
-    fn hold(&mut self, version: Version, blocks: u32) -> Vec<Piece> {
+    fn hold(&mut self, version: Version, blocks: u32) -> Vec<BorrowedRange> {
         self.say(Message::Pull { version, blocks: 0..blocks });
         let Message::Share { region, bytes } = self.receive().unwrap().message else { panic!("not shared") };
         let mut regions = Regions::new(bytes);
@@ -324,9 +324,9 @@ impl Raw {
 }
 
 /// Whether all that a reader has mapped is `value`.
-fn all_are(pieces: &[Piece], value: f32) -> bool {
+fn all_are(pieces: &[BorrowedRange], value: f32) -> bool {
     // SAFETY: the bytes are only compared.
-    let bytes = |piece| unsafe { Piece::bytes(piece) };
+    let bytes = |piece| unsafe { BorrowedRange::bytes(piece) };
     !pieces.is_empty()
         && pieces.iter().flat_map(bytes).copied().eq(value
             .to_le_bytes()

@@ -9,7 +9,9 @@ use libmodelio::vocabulary::norm::Squares;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
-use ps_backend::partition::core::{self, Action, NotTaken, Outcome, PartitionCore, Place, Placement, Sent};
+use ps_backend::partition::core::{
+    self, Action, NotTaken, PartitionCore, Placement, ReservationOutcome, ReservedPlace, Sent,
+};
 
 use crate::client::Keys;
 use crate::following::Follower;
@@ -40,7 +42,7 @@ pub struct Reservation {
     client: ClientId,
     plan: PlanId,
     block: u32,
-    place: Place,
+    place: ReservedPlace,
     body: Body,
 }
 
@@ -314,14 +316,14 @@ fn step(plan: &Plan) -> Option<(TensorReducers, bool, TensorSteps)> {
 }
 
 /// The plan as the core wants it.
-fn local(plan: &Plan, mine: &[BlockId], in_place: InPlace) -> core::Plan {
+fn local(plan: &Plan, mine: &[BlockId], in_place: InPlace) -> core::PartitionPlan {
     let source = |source: &libmodelio::wire::PlanSource| core::Source {
         client: source.client,
         blocks: core::local_blocks(&source.blocks, mine),
         check: source.check,
         provisional: source.provisional,
     };
-    core::Plan {
+    core::PartitionPlan {
         id: plan.plan,
         work: plan.work.clone(),
         base: plan.base,
@@ -528,7 +530,7 @@ impl World {
                 shard.open[b] = Some(Vec::new());
             }
             self.on_shard(partition, |core, actions| {
-                core.end(client, plan, block, Outcome::Released, actions)
+                core.end(client, plan, block, ReservationOutcome::Released, actions)
             });
             return self.ask_again(partition);
         }
@@ -538,7 +540,7 @@ impl World {
                 Ok(taken) => taken,
                 Err(NotTaken::OutOfTurn) => {
                     let torn = |core: &mut PartitionCore, actions: &mut _| {
-                        core.end(client, plan, block, Outcome::Torn, actions);
+                        core.end(client, plan, block, ReservationOutcome::Torn, actions);
                     };
                     return self.on_shard(partition, torn);
                 }
@@ -572,7 +574,7 @@ impl World {
         self.early += u64::from(self.shards[partition].core.is_provisional());
         let shard = &mut self.shards[partition];
         match place {
-            Place { last: true, first, .. } => {
+            ReservedPlace { last: true, first, .. } => {
                 assert_eq!(!first, is_sum(&shard.open[b]), "plan {plan} finishes block {block}");
                 assert_eq!(shard.back[b], None, "plan {plan} finishes block {block} twice");
                 match culprit {
@@ -584,11 +586,11 @@ impl World {
                     Some(_) => {}
                 }
             }
-            Place { first: true, .. } => {
+            ReservedPlace { first: true, .. } => {
                 assert!(!is_sum(&shard.open[b]), "plan {plan} stores block {block} over a sum");
                 shard.open[b] = Some(sum);
             }
-            Place { first: false, .. } => {
+            ReservedPlace { first: false, .. } => {
                 assert!(is_sum(&shard.open[b]), "plan {plan} adds block {block} to nothing");
                 let open = shard.open[b].get_or_insert_default();
                 if replaces {
@@ -599,10 +601,10 @@ impl World {
         }
         for client in clients {
             let outcome = match culprit {
-                _ if !stands => Outcome::Torn,
-                None => Outcome::Complete,
-                Some(culprit) if culprit == client => Outcome::NonFinite,
-                Some(_) => Outcome::Released,
+                _ if !stands => ReservationOutcome::Torn,
+                None => ReservationOutcome::Complete,
+                Some(culprit) if culprit == client => ReservationOutcome::NonFinite,
+                Some(_) => ReservationOutcome::Released,
             };
             self.on_shard(partition, |core, actions| core.end(client, plan, block, outcome, actions));
         }

@@ -16,8 +16,7 @@ const ROOTS: [&str; 5] = [
 ];
 const MOST_FIELDS: usize = 15;
 
-/// Structs with more fields, and how many they have. Settings and messages may grow. A heap is to be taken
-/// apart; its number may only fall.
+/// Structs with more fields, and how many they have. Settings and messages may grow.
 const OF_MANY_FIELDS: [(&str, &str, usize, Why); 5] = [
     ("Controls", "modelio-base/src/vocabulary/controls.rs", 24, Why::Settings),
     ("RdmaOptions", "gradfs-rdma/src/options.rs", 18, Why::Settings),
@@ -27,14 +26,7 @@ const OF_MANY_FIELDS: [(&str, &str, usize, Why); 5] = [
 ];
 
 /// Types with methods in files that are neither theirs nor private children of theirs, and in how many. First the crate.
-const METHODS_ELSEWHERE: [(&str, &str, usize, Why); 16] = [
-    ("libmodelio", "Connection", 2, Why::Heap),
-    ("libmodelio", "Shared", 6, Why::Heap),
-    ("ps-backend", "Shared", 7, Why::Heap),
-    ("fs-daemon", "Calls", 2, Why::Heap),
-    ("fs-daemon", "Fs", 5, Why::Heap),
-    ("fs-daemon", "Model", 1, Why::Heap),
-    ("ps-backend", "Partition", 1, Why::Heap),
+const METHODS_ELSEWHERE: [(&str, &str, usize, Why); 9] = [
     ("modelio-base", "Handle", 2, Why::OnePart),
     ("modelio-base", "Backend", 1, Why::OnePart),
     ("gradfs-rdma", "CmChannel", 1, Why::OnePart),
@@ -49,8 +41,6 @@ const METHODS_ELSEWHERE: [(&str, &str, usize, Why); 16] = [
 /// Why a rule is not kept.
 #[derive(Clone, Copy, Debug)]
 enum Why {
-    /// It has several duties.
-    Heap,
     /// People set these, each by its own name.
     Settings,
     /// It is as the wire has it; how it is written there stands beside.

@@ -13,11 +13,11 @@ use ps_backend::partition::executor::Pool;
 use ps_backend::server::local;
 
 use super::*;
-use crate::fs::attr::{Attributes, Keep};
+use crate::fs::Way;
 use crate::fs::node::{File, MapsTo, Node};
-use crate::fs::open::Way;
 use crate::fs::text;
-use crate::fuse::opening::Opened;
+use crate::fs::{Attributes, Keep};
+use crate::fuse::calls::Opened;
 use crate::session::contribution::{Contribution, Ending};
 use crate::session::model::Snapshots;
 

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use libmodelio::observe::trace::{Call, Event, Outcome, Recording, What};
+use libmodelio::observe::trace::{Call, Event, PlanOutcome, Recording, What};
 use libmodelio::vocabulary::ids::{LearnerId, ShardId};
 use serde_json::{Value, json};
 
@@ -201,9 +201,9 @@ impl EventKind {
             }
             What::Plan(plan, outcome) => {
                 let (version, ends) = match outcome {
-                    Outcome::Made(version) => (Some(version), "version"),
-                    Outcome::None => (None, "none"),
-                    Outcome::Runs => (None, "under way"),
+                    PlanOutcome::Made(version) => (Some(version), "version"),
+                    PlanOutcome::None => (None, "none"),
+                    PlanOutcome::Runs => (None, "under way"),
                 };
                 let args = json!({ "plan": plan, "ends": ends, "version": version });
                 (format!("plan {plan}"), "plan", args)

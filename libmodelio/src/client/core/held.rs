@@ -10,7 +10,7 @@ use crate::wire::{Granted, Message};
 
 /// A contribution whose payload is kept.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct KeptContribution {
     pub(super) blocks: FixedBitSet,
     /// Those of the blocks that are known to be written as a whole.
     pub(super) whole: FixedBitSet,
@@ -27,7 +27,7 @@ pub(super) struct Held {
     pub(super) is_taken_back: bool,
 }
 
-impl Held {
+impl KeptContribution {
     /// The blocks among these that are not known to be written as a whole.
     pub(super) fn lacks(&self, blocks: &FixedBitSet) -> FixedBitSet {
         let mut lacks = blocks.clone();
@@ -59,7 +59,7 @@ impl ClientCore {
         };
         // Every committed contribution is part of the next version that is made of contributions.
         let contributions = self.state.contributions;
-        let is_over = |held: &Held| {
+        let is_over = |held: &KeptContribution| {
             !self.way.is_in_place() || held.left_at.is_some_and(|left_at| contributions > left_at)
         };
         let left: Vec<_> = self

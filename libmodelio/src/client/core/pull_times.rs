@@ -14,7 +14,7 @@ use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::LearnerId;
 
 /// A learner that opens versions, or all programs that read without being one.
-pub type Opener = Option<LearnerId>;
+pub(super) type Opener = Option<LearnerId>;
 
 /// The weight of a new value in a moving average.
 const GAIN: f64 = 0.25;

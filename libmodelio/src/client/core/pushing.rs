@@ -138,7 +138,7 @@ impl Sending {
 
 /// How contributions reach their shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum SendMode {
     /// Blocks are sent as soon as they are whole.
     Ahead,
     /// None of their blocks goes before the commit, which takes them along.
@@ -151,18 +151,18 @@ pub(super) enum Way {
 /// How this client's contributions reach their shards.
 #[derive(Debug)]
 pub(super) struct Delivery {
-    pub(super) kind: Way,
+    pub(super) kind: SendMode,
     /// The blocks of tensors whose values are averaged.
     averaged: FixedBitSet,
 }
 
 impl Delivery {
     pub(super) fn new() -> Delivery {
-        Delivery { kind: Way::Ahead, averaged: FixedBitSet::new() }
+        Delivery { kind: SendMode::Ahead, averaged: FixedBitSet::new() }
     }
 
     pub(super) fn is_in_place(&self) -> bool {
-        self.kind == Way::InPlace
+        self.kind == SendMode::InPlace
     }
 }
 
@@ -432,7 +432,7 @@ impl ClientCore {
             }
         }
         // A contribution of one block is about to be committed.
-        if announces && is_first && self.owners.blocks() > 1 && self.way.kind != Way::WithCommits {
+        if announces && is_first && self.owners.blocks() > 1 && self.way.kind != SendMode::WithCommits {
             self.notify(Message::WholeBlock { learner, step }, actions);
         }
         Some(Offered { is_first, wakes })

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::held::Held;
+use super::held::KeptContribution;
 use super::learners::{Learner, OnlyInPlan};
 use super::{Action, ClientCore, Now, REPEAT_AFTER, Token};
 use crate::vocabulary::ids::{LearnerId, Step, Version};
@@ -164,7 +164,7 @@ impl ClientCore {
                     before.map_or((None, None), |held| (held.sent_under, held.only_in_plan));
                 let (sent_under, only_in_plan) = (sent_under.max(sent_before), only_in_plan.or(only_before));
                 let request = self.requests.next;
-                let held = Held {
+                let held = KeptContribution {
                     blocks,
                     whole,
                     request,

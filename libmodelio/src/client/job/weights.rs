@@ -121,12 +121,12 @@ impl Job {
         let (this, written) = (self.shared.this.clone(), written.to_vec());
         let newest_is_here = move |result: Result<Version, ShardError>| {
             let Some(shared) = this.upgrade() else { return done(Err(ShardError::Unreachable)) };
-            let completed = result.and_then(|_| shared.complete(&buffer, &written, &blocks));
+            let completed = result.and_then(|_| complete(&shared, &buffer, &written, &blocks));
             if let Err(error) = completed {
                 return done(Err(error));
             }
             let weights = NewWeights { buffer, checked, can_show: true };
-            shared.assign(weights, &blocks, deadline, done);
+            assign(&shared, weights, &blocks, deadline, done);
         };
         self.shared.await_newest(timeout, Box::new(newest_is_here));
     }
@@ -141,7 +141,7 @@ impl Job {
         // A request that timed out may have been taken, and its blocks are those of its own region.
         let buffer = self.named_anew(Arc::clone(memory.memory()));
         let weights = NewWeights { buffer, checked: false, can_show: false };
-        self.shared.assign(weights, blocks, Instant::now() + timeout, done);
+        assign(&self.shared, weights, blocks, Instant::now() + timeout, done);
     }
 
     /// These blocks of new weights in `buffer` are whole. They may be sent before they are published.
@@ -183,73 +183,70 @@ impl Job {
     }
 }
 
-impl Shared {
-    /// Publishes whole blocks of `weights` as the next version. A request that timed out may have been taken: its
-    /// payload stays here while a plan sends it. `done` is called when this client shows the version.
-    fn assign(&self, weights: NewWeights, blocks: &FixedBitSet, deadline: Instant, done: Done<()>) {
-        let Ok(blocks) = block_ranges::from_bits(blocks) else {
-            return done(Err(ShardError::NotAllowed("the new weights are too scattered".into())));
-        };
-        let left = move || deadline.saturating_duration_since(Instant::now());
-        let (this, token, timeout_ms) =
-            (self.this.clone(), weights.buffer.key().0, super::requests::millis(left()));
-        let buffer =
-            Some(weights.buffer.clone()).filter(|_| weights.can_show && !self.shards.read_in_place());
-        let answered = move |result: Result<Message, Refusal>| {
-            match (result, this.upgrade()) {
-                (Err(refusal), _) => done(Err(shard_error(refusal))),
-                (Ok(_), None) => done(Ok(())),
-                // The version counts, even if this client cannot show it in time.
-                (Ok(_), Some(shared)) => {
-                    let this = shared.this.clone();
-                    let shown = move |_| {
-                        if let (Some(buffer), Some(shared)) = (buffer, this.upgrade()) {
-                            shared.inner.lock().versions.keep(buffer);
-                        }
-                        done(Ok(()));
-                    };
-                    shared.await_newest(left(), Box::new(shown));
-                }
-            }
-        };
-        let message = Message::Assign { token, blocks, timeout_ms, ahead: None };
-        self.request(message, left(), Box::new(answered), |inner| {
-            let can_show = weights.can_show;
-            inner.payloads.weights.insert(token, weights);
-            // If the shard's own memory is shown, nothing is pulled, and this buffer is not needed.
-            if can_show && !inner.versions.shows_shards_memory() {
-                inner.core.can_show(token);
-            }
-        });
-    }
-
-    /// Fills the unwritten bytes of `blocks` with their present values.
-    fn complete(
-        &self,
-        buffer: &Region,
-        written: &[Range<u64>],
-        blocks: &FixedBitSet,
-    ) -> Result<(), ShardError> {
-        let newest = self.pin_newest().ok_or(ShardError::Unreachable)?;
-        let weights = self.inner.lock().versions.get(newest).map(|shown| shown.buffer.clone());
-        if let Some(weights) = weights {
-            let copy = |gap: Range<u64>| {
-                if gap.start < gap.end {
-                    block::copy_gap(weights.memory(), buffer.memory(), gap);
-                }
-            };
-            for block in blocks.ones().map(|block| BlockId(block as u32)) {
-                let extent = self.layout.block_bytes(block);
-                let mut at = extent.start;
-                let first = written.partition_point(|range| range.end <= extent.start);
-                for range in written[first..].iter().take_while(|range| range.start < extent.end) {
-                    copy(at..range.start);
-                    at = range.end;
-                }
-                copy(at..extent.end);
+/// Publishes whole blocks of `weights` as the next version. A request that timed out may have been taken: its
+/// payload stays here while a plan sends it. `done` is called when this client shows the version.
+fn assign(shared: &Shared, weights: NewWeights, blocks: &FixedBitSet, deadline: Instant, done: Done<()>) {
+    let Ok(blocks) = block_ranges::from_bits(blocks) else {
+        return done(Err(ShardError::NotAllowed("the new weights are too scattered".into())));
+    };
+    let left = move || deadline.saturating_duration_since(Instant::now());
+    let (this, token, timeout_ms) =
+        (shared.this.clone(), weights.buffer.key().0, super::requests::millis(left()));
+    let buffer = Some(weights.buffer.clone()).filter(|_| weights.can_show && !shared.shards.read_in_place());
+    let answered = move |result: Result<Message, Refusal>| {
+        match (result, this.upgrade()) {
+            (Err(refusal), _) => done(Err(shard_error(refusal))),
+            (Ok(_), None) => done(Ok(())),
+            // The version counts, even if this client cannot show it in time.
+            (Ok(_), Some(shared)) => {
+                let this = shared.this.clone();
+                let shown = move |_| {
+                    if let (Some(buffer), Some(shared)) = (buffer, this.upgrade()) {
+                        shared.inner.lock().versions.keep(buffer);
+                    }
+                    done(Ok(()));
+                };
+                shared.await_newest(left(), Box::new(shown));
             }
         }
-        self.unpin(newest, 1);
-        Ok(())
+    };
+    let message = Message::Assign { token, blocks, timeout_ms, ahead: None };
+    shared.request(message, left(), Box::new(answered), |inner| {
+        let can_show = weights.can_show;
+        inner.payloads.weights.insert(token, weights);
+        // If the shard's own memory is shown, nothing is pulled, and this buffer is not needed.
+        if can_show && !inner.versions.shows_shards_memory() {
+            inner.core.can_show(token);
+        }
+    });
+}
+
+/// Fills the unwritten bytes of `blocks` with their present values.
+fn complete(
+    shared: &Shared,
+    buffer: &Region,
+    written: &[Range<u64>],
+    blocks: &FixedBitSet,
+) -> Result<(), ShardError> {
+    let newest = shared.pin_newest().ok_or(ShardError::Unreachable)?;
+    let weights = shared.inner.lock().versions.get(newest).map(|shown| shown.buffer.clone());
+    if let Some(weights) = weights {
+        let copy = |gap: Range<u64>| {
+            if gap.start < gap.end {
+                block::copy_gap(weights.memory(), buffer.memory(), gap);
+            }
+        };
+        for block in blocks.ones().map(|block| BlockId(block as u32)) {
+            let extent = shared.layout.block_bytes(block);
+            let mut at = extent.start;
+            let first = written.partition_point(|range| range.end <= extent.start);
+            for range in written[first..].iter().take_while(|range| range.start < extent.end) {
+                copy(at..range.start);
+                at = range.end;
+            }
+            copy(at..extent.end);
+        }
     }
+    shared.unpin(newest, 1);
+    Ok(())
 }

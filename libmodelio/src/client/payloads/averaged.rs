@@ -14,7 +14,7 @@ use crate::vocabulary::tensor_rules::TensorRules;
 
 /// The averaged tensors of a model, by the newest settings. Frozen ones are not among them.
 #[derive(Debug, Default)]
-pub struct Averaged {
+pub(crate) struct Averaged {
     /// The settings that they follow from.
     of: (Reducer, TensorRules, Frozen),
     /// Their numbers, in order.
@@ -23,7 +23,7 @@ pub struct Averaged {
 
 impl Averaged {
     /// Follows the settings. Returns whether they are others than before.
-    pub fn follow(&mut self, layout: &ModelLayout, controls: &Controls) -> bool {
+    pub(crate) fn follow(&mut self, layout: &ModelLayout, controls: &Controls) -> bool {
         if (self.of.0, &self.of.1, &self.of.2) == (controls.reducer, &controls.tensors, &controls.frozen) {
             return false;
         }
@@ -40,12 +40,12 @@ impl Averaged {
     }
 
     /// Their numbers, in order.
-    pub fn tensors(&self) -> &Arc<[usize]> {
+    pub(crate) fn tensors(&self) -> &Arc<[usize]> {
         &self.tensors
     }
 
     /// The blocks that have bytes of them.
-    pub fn blocks(&self, layout: &ModelLayout) -> FixedBitSet {
+    pub(crate) fn blocks(&self, layout: &ModelLayout) -> FixedBitSet {
         let mut blocks = FixedBitSet::with_capacity(layout.blocks() as usize);
         let of = |tensor: &usize| layout.blocks_of(layout.tensors()[*tensor].bytes.clone());
         blocks.extend(self.tensors.iter().flat_map(of).map(|block| block.index()));

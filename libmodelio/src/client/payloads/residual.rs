@@ -19,7 +19,7 @@ use crate::vocabulary::layout::ModelLayout;
 
 /// Why a block was not coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NotCoded {
+pub(crate) enum NotCoded {
     /// Its plan is over.
     Over,
     /// This part of the sum holds NaN or Inf, which are refused.
@@ -28,7 +28,7 @@ pub enum NotCoded {
 
 /// The residuals of a model's blocks. A block takes memory when it is first coded.
 #[derive(Debug)]
-pub struct Residuals {
+pub(crate) struct Residuals {
     /// The plan that blocks are coded for.
     plan: AtomicU64,
     blocks: Box<[Mutex<Residual>]>,
@@ -48,7 +48,7 @@ struct Residual {
 
 impl Residuals {
     /// No residual of any block yet, while `plan` is under way.
-    pub fn new(blocks: u32, plan: PlanId) -> Residuals {
+    pub(crate) fn new(blocks: u32, plan: PlanId) -> Residuals {
         Residuals {
             plan: AtomicU64::new(plan.0),
             blocks: (0..blocks).map(|_| Mutex::default()).collect(),
@@ -59,7 +59,7 @@ impl Residuals {
 
     /// Blocks are coded for `plan` from now on. Of all plans that had contributions of this client's, `counted` is the
     /// newest that counts. A second call for the same plan changes nothing.
-    pub fn begin(&self, plan: PlanId, counted: PlanId) {
+    pub(crate) fn begin(&self, plan: PlanId, counted: PlanId) {
         let before = PlanId(self.plan.swap(plan.0, Ordering::SeqCst));
         if before == plan {
             return;
@@ -76,12 +76,12 @@ impl Residuals {
     }
 
     /// Whether plans that count have left anything of the block.
-    pub fn holds(&self, block: BlockId) -> bool {
+    pub(crate) fn holds(&self, block: BlockId) -> bool {
         !self.blocks[block.index()].lock().current.is_empty()
     }
 
     /// The bytes that are taken.
-    pub fn taken(&self) -> u64 {
+    pub(crate) fn taken(&self) -> u64 {
         self.taken.load(Ordering::Relaxed)
     }
 
@@ -92,7 +92,7 @@ impl Residuals {
     ///
     /// # Errors
     /// [`NotCoded`].
-    pub fn encode(
+    pub(crate) fn encode(
         &self,
         layout: &ModelLayout,
         (block, plan): (BlockId, PlanId),

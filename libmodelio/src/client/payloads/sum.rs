@@ -14,11 +14,11 @@ use crate::vocabulary::layout::{ModelLayout, Segment};
 const CHUNK: usize = 8 << 10;
 
 /// The written ranges of a block, if a contribution has not written all of it.
-pub type Written = Option<Vec<Range<u32>>>;
+pub(crate) type Written = Option<Vec<Range<u32>>>;
 
 /// The shape of a sum of `count` contributions to `block`: whether it is wide, with its reducible elements as fp32,
 /// and its length in bytes.
-pub fn shape(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> (bool, usize) {
+pub(crate) fn shape(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> (bool, usize) {
     let bytes = |segment: &Segment| (segment.bytes.end - segment.bytes.start) as usize;
     let widened = |segment: &Segment| segment.dtype.widening() * bytes(segment);
     let segments = layout.segments(block);
@@ -28,7 +28,7 @@ pub fn shape(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool)
 }
 
 /// The number of bytes in a payload of this [`shape`] that are copied, and not added up.
-pub fn copied(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> usize {
+pub(crate) fn copied(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> usize {
     let bytes = |segment: &Segment| (segment.bytes.end - segment.bytes.start) as usize;
     let plain = replaces || count < 2;
     layout.segments(block).iter().filter(|s| plain || !s.dtype.is_reducible()).map(bytes).sum()
@@ -41,7 +41,7 @@ pub fn copied(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool
 ///
 /// # Errors
 /// The index of a part that holds NaN or Inf, if `check` asks for that.
-pub fn sum(
+pub(crate) fn sum(
     layout: &ModelLayout,
     block: BlockId,
     parts: &[&[u8]],
@@ -62,7 +62,7 @@ pub fn sum(
 ///
 /// # Panics
 /// If `out` has another length.
-pub fn sum_to(
+pub(crate) fn sum_to(
     layout: &ModelLayout,
     block: BlockId,
     parts: &[&[u8]],

@@ -16,7 +16,7 @@ use crate::client::peers::routes::Route;
 use crate::client::shared::{Inner, Shared};
 use crate::client::versions;
 use crate::transport::frames::{Link, Outgoing};
-use crate::transport::stream::{Guard, Piece, Target};
+use crate::transport::stream::{Guard, LentPayload, Target};
 use crate::transport::tally::Flow;
 use crate::vocabulary::coding::Form;
 use crate::vocabulary::ids::{BlockId, PlanId, Version};
@@ -185,7 +185,7 @@ impl Shared {
         plan: PlanId,
         block: BlockId,
         codes: bool,
-    ) -> Option<Option<(Form, Piece)>> {
+    ) -> Option<Option<(Form, LentPayload)>> {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
         let Payload { sources, steady, learners, replaces, written, coding, .. } =
@@ -202,7 +202,7 @@ impl Shared {
             // elsewhere if this one's plan was dropped ([`crate::client::Job::take_strays`]).
             let piece = unsafe {
                 let bytes = memory.bytes(span);
-                Piece::new(bytes, self.options.checksum.of(bytes), Arc::clone(&memory) as Guard)
+                LentPayload::new(bytes, self.options.checksum.of(bytes), Arc::clone(&memory) as Guard)
             };
             return Some(Some((Form::Plain, piece)));
         }
@@ -236,7 +236,7 @@ impl Shared {
                 let pooled = Arc::new(Pooled { bytes: out, home: self.this.clone() });
                 let crc = self.options.checksum.of(&pooled.bytes);
                 // SAFETY: nobody writes the vector while the guard lives.
-                let piece = unsafe { Piece::new(&pooled.bytes, crc, Arc::clone(&pooled) as Guard) };
+                let piece = unsafe { LentPayload::new(&pooled.bytes, crc, Arc::clone(&pooled) as Guard) };
                 Some(Some((form, piece)))
             }
             Err(NotCoded::Over) => {

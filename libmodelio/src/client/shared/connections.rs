@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::client::paths::Connection;
 use crate::client::peers::fallback::{Due, FastPath};
 use crate::client::peers::inquiry::IN_QUESTION;
 use crate::client::peers::peer::{EndOfLoan, Peer};
@@ -200,9 +199,7 @@ impl Shared {
         }
         self.connect_by_tcp(route);
     }
-}
 
-impl Shared {
     /// The coordinator has sent something.
     pub(in crate::client) fn heard(&self, route: &Route) {
         let mut inner = self.inner.lock();
@@ -220,19 +217,5 @@ impl Shared {
         }
         let (coordinator, shards) = peers.out_of_reach(now);
         inner.core.out_of_reach(coordinator, shards);
-    }
-}
-
-impl Connection {
-    /// The shard parks the connection, or uses it like the others again. Then all of them are asked what they send.
-    pub(in crate::client) fn park(&self, parked: bool) {
-        let mut inner = self.shared.inner.lock();
-        if !inner.peers.is_in_force(&self.route) {
-            return;
-        }
-        let peer = inner.peers.peer(&self.route);
-        if peer.park(&self.link, parked) {
-            peer.links.iter().for_each(Link::wake);
-        }
     }
 }

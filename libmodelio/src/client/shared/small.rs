@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::client::peers::routes::{Route, overtaken};
 use crate::client::shared::{Inner, Shared};
-use crate::transport::stream::{Close, Piece};
+use crate::transport::stream::{Close, LentPayload};
 use crate::transport::tally::Flow;
 use crate::vocabulary::block_ranges::BlockRanges;
 use crate::vocabulary::ids::BlockId;
@@ -22,7 +22,7 @@ impl Shared {
     }
 
     /// The blocks that go with a commit, one behind the other, if all of them are whole.
-    pub(in crate::client) fn blocks_with(&self, inner: &Inner, message: &Message) -> Option<Piece> {
+    pub(in crate::client) fn blocks_with(&self, inner: &Inner, message: &Message) -> Option<LentPayload> {
         let Message::Commit { learner, step, blocks, partly: Some(partly), .. } = message else {
             return None;
         };
@@ -39,7 +39,7 @@ impl Shared {
         self.accounts.tally.moved(Flow::Push, bytes.len());
         self.accounts.tally.copied(Flow::Push, bytes.len());
         let crc = self.options.checksum.of(&bytes);
-        Some(Piece::shared(&Arc::new(bytes), crc))
+        Some(LentPayload::shared(&Arc::new(bytes), crc))
     }
 
     /// The coordinator announces a version, and all bytes of it come along.

@@ -7,7 +7,7 @@ use crate::transport::stream::{Buffer, Target};
 use crate::wire::Received;
 
 /// The place of a payload.
-pub(super) enum Place {
+pub(super) enum Destination {
     /// The payload is not wanted.
     Skip,
     /// The payload goes to memory of the connection.
@@ -18,7 +18,7 @@ pub(super) enum Place {
 
 struct Incoming {
     received: Received,
-    place: Place,
+    place: Destination,
     got: usize,
     /// The checksum of the first `summed` bytes, if the frame has one.
     crc: Option<Crc32c>,
@@ -41,7 +41,7 @@ pub(super) struct Arrived<'a> {
     /// wanted.
     pub bytes: Option<&'a [u8]>,
     /// Keeps the memory until the conversation has been called.
-    _place: Place,
+    _place: Destination,
 }
 
 /// The payload that is being received, if one is.
@@ -55,10 +55,10 @@ pub(super) struct Arriving {
 
 impl Arriving {
     /// Begins to receive the payload of a message.
-    pub fn begin(&mut self, received: Received, place: Place) {
+    pub(super) fn begin(&mut self, received: Received, place: Destination) {
         let crc = received.header.payload_crc().map(|_| Crc32c::new());
         let incoming = Incoming { received, place, got: 0, crc, summed: 0 };
-        if !matches!(incoming.place, Place::Target(_)) {
+        if !matches!(incoming.place, Destination::Target(_)) {
             self.make_room(incoming.len());
             self.used = true;
         }
@@ -72,24 +72,24 @@ impl Arriving {
     }
 
     /// Whether the memory of the connection was used since the last call.
-    pub fn take_used(&mut self) -> bool {
+    pub(super) fn take_used(&mut self) -> bool {
         std::mem::take(&mut self.used)
     }
 
     /// Gives the pages of the connection's memory back, unless a payload is under way.
-    pub fn give_back(&mut self) {
+    pub(super) fn give_back(&mut self) {
         if self.incoming.is_none() {
             self.scratch.iter_mut().for_each(Buffer::give_back);
         }
     }
 
     /// The message whose payload is under way.
-    pub fn message(&self) -> Option<&Received> {
+    pub(super) fn message(&self) -> Option<&Received> {
         self.incoming.as_ref().map(|incoming| &incoming.received)
     }
 
     /// The number of bytes that have not come yet.
-    pub fn left(&self) -> usize {
+    pub(super) fn left(&self) -> usize {
         self.incoming.as_ref().map_or(0, |incoming| incoming.len() - incoming.got)
     }
 
@@ -97,15 +97,15 @@ impl Arriving {
     fn start(&self) -> Option<(*mut u8, &Incoming)> {
         let incoming = self.incoming.as_ref()?;
         let start = match &incoming.place {
-            Place::Target(target) => target.raw().0,
-            Place::Skip | Place::Scratch => self.scratch.as_ref()?.start(),
+            Destination::Target(target) => target.raw().0,
+            Destination::Skip | Destination::Scratch => self.scratch.as_ref()?.start(),
         };
         Some((start, incoming))
     }
 
     /// The place for the rest of the payload: [`left`](Self::left) bytes. It belongs to this connection until the
     /// payload is complete or the connection is closed.
-    pub fn rest(&self) -> Option<*mut u8> {
+    pub(super) fn rest(&self) -> Option<*mut u8> {
         let (start, incoming) = self.start()?;
         Some(start.wrapping_add(incoming.got))
     }
@@ -115,7 +115,7 @@ impl Arriving {
     ///
     /// # Panics
     /// If there are more bytes than are left.
-    pub fn store(&mut self, bytes: &[u8]) -> bool {
+    pub(super) fn store(&mut self, bytes: &[u8]) -> bool {
         assert!(bytes.len() <= self.left(), "{} bytes of {}", bytes.len(), self.left());
         if let Some(rest) = self.rest() {
             // SAFETY: the place is as long as the payload, and at least this many bytes are still to come. It belongs
@@ -123,18 +123,18 @@ impl Arriving {
             unsafe { rest.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         }
         self.filled(bytes.len());
-        self.incoming.as_ref().is_some_and(|incoming| !matches!(incoming.place, Place::Skip))
+        self.incoming.as_ref().is_some_and(|incoming| !matches!(incoming.place, Destination::Skip))
     }
 
     /// The next bytes were received straight into their place.
-    pub fn filled(&mut self, bytes: usize) {
+    pub(super) fn filled(&mut self, bytes: usize) {
         if let Some(incoming) = &mut self.incoming {
             incoming.got += bytes;
         }
     }
 
     /// Adds the received bytes to the checksum, if there is one.
-    pub fn sum_up(&mut self) {
+    pub(super) fn sum_up(&mut self) {
         let Some((start, incoming)) = self.start().filter(|(_, incoming)| incoming.crc.is_some()) else {
             return;
         };
@@ -148,12 +148,12 @@ impl Arriving {
     }
 
     /// Takes the payload once it is complete.
-    pub fn finish(&mut self) -> Option<Arrived<'_>> {
+    pub(super) fn finish(&mut self) -> Option<Arrived<'_>> {
         self.sum_up();
         let Incoming { received, place, got, crc, .. } = self.incoming.take()?;
         let bytes = match (&place, &self.scratch) {
-            (Place::Scratch, Some(scratch)) => Some(&scratch.bytes()[..got]),
-            (Place::Target(_), _) => Some(&[][..]),
+            (Destination::Scratch, Some(scratch)) => Some(&scratch.bytes()[..got]),
+            (Destination::Target(_), _) => Some(&[][..]),
             _ => None,
         };
         let crc = crc.map_or(0, |crc| crc.finish());
@@ -161,18 +161,18 @@ impl Arriving {
     }
 
     /// Gives the payload under way up. Further bytes are discarded, up to `len` at once.
-    pub fn give_up(&mut self, len: usize) {
+    pub(super) fn give_up(&mut self, len: usize) {
         self.incoming = None;
         self.make_room(len);
     }
 
     /// Memory for discarded bytes, once the payload is given up.
-    pub fn scratch(&self) -> Option<&Buffer> {
+    pub(super) fn scratch(&self) -> Option<&Buffer> {
         self.scratch.as_ref()
     }
 
     /// The connection has ended: nobody writes the payload's place any more.
-    pub fn closed(&mut self) {
+    pub(super) fn closed(&mut self) {
         self.incoming = None;
     }
 }

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, send};
 use parking_lot::Mutex;
 
-use crate::transport::stream::{Close, Connection, Piece};
+use crate::transport::stream::{Close, Connection, LentPayload};
 use crate::vocabulary::ids::Epoch;
 use crate::wire::{self, Message, Payload};
 
@@ -29,7 +29,7 @@ pub struct Outgoing {
     /// The epoch of the block map.
     pub epoch: Epoch,
     /// The payload.
-    pub payload: Option<Piece>,
+    pub payload: Option<LentPayload>,
 }
 
 impl Outgoing {
@@ -40,7 +40,7 @@ impl Outgoing {
 
     /// Length and checksum of the payload.
     pub(super) fn described(&self) -> Payload {
-        let described = |piece: &Piece| Payload { len: piece.len() as u32, crc: piece.crc() };
+        let described = |piece: &LentPayload| Payload { len: piece.len() as u32, crc: piece.crc() };
         self.payload.as_ref().map_or(Payload::NONE, described)
     }
 }
@@ -143,7 +143,7 @@ impl Link {
         if self.0.ending.load(Ordering::Relaxed) {
             return;
         }
-        let bytes = outgoing.payload.as_ref().map_or(0, Piece::len);
+        let bytes = outgoing.payload.as_ref().map_or(0, LentPayload::len);
         let mut queue = self.0.queue.lock();
         self.0.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
         queue.messages.push_back(outgoing);
@@ -157,7 +157,7 @@ impl Link {
     pub(super) fn pop(&self) -> Option<Outgoing> {
         let mut queue = self.0.queue.lock();
         let outgoing = queue.messages.pop_front()?;
-        let bytes = outgoing.payload.as_ref().map_or(0, Piece::len);
+        let bytes = outgoing.payload.as_ref().map_or(0, LentPayload::len);
         self.0.queued_bytes.fetch_sub(bytes, Ordering::Relaxed);
         Some(outgoing)
     }

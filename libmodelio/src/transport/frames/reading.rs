@@ -3,7 +3,7 @@
 //!
 //! This module holds `unsafe`: it hands buffers and payloads to the driver that moves the bytes.
 
-use super::arriving::{Arriving, Place};
+use super::arriving::{Arriving, Destination};
 use super::conversation::{Conversation, Take};
 use super::link::Link;
 use crate::transport::stream::{Buffer, Close, Receive, ReceiveSlices};
@@ -34,7 +34,7 @@ pub(super) struct Reading {
 
 impl Reading {
     /// `ahead` is the number of bytes that are read in addition to a payload.
-    pub fn new(conversation: &impl Conversation, ahead: usize) -> Reading {
+    pub(super) fn new(conversation: &impl Conversation, ahead: usize) -> Reading {
         Reading {
             receiver: Receiver::new(conversation.limits()),
             ahead: Buffer::zeroed(ahead),
@@ -49,23 +49,23 @@ impl Reading {
     }
 
     /// Whether the conversation has put the received message off.
-    pub fn is_held_up(&self) -> bool {
+    pub(super) fn is_held_up(&self) -> bool {
         self.waiting.is_some()
     }
 
     /// The number of the frame under way, if there is one. A frame's message comes before its payload.
-    pub fn under_way(&self) -> Option<u64> {
+    pub(super) fn under_way(&self) -> Option<u64> {
         let payload = self.arriving.message().is_some();
         (payload || self.receiver.is_within_frame()).then(|| 2 * self.frames + u64::from(payload))
     }
 
     /// The number of bytes that have come so far.
-    pub fn seen(&self) -> u64 {
+    pub(super) fn seen(&self) -> u64 {
         self.seen
     }
 
     /// `bytes` of what [`name`](Self::name) asked for have come, which is not enough yet. True if some are new.
-    pub fn arriving(&mut self, bytes: usize) -> bool {
+    pub(super) fn arriving(&mut self, bytes: usize) -> bool {
         let seen = self.taken + bytes as u64;
         let is_news = seen > self.seen;
         self.seen = self.seen.max(seen);
@@ -73,13 +73,13 @@ impl Reading {
     }
 
     /// `bytes` were received.
-    pub fn received(&mut self, bytes: usize) {
+    pub(super) fn received(&mut self, bytes: usize) {
         self.taken += bytes as u64;
         self.seen = self.seen.max(self.taken);
     }
 
     /// `bytes` lie where [`name`](Self::name) said, and can be read.
-    pub fn filled(&mut self, bytes: usize) {
+    pub(super) fn filled(&mut self, bytes: usize) {
         let of_payload = bytes.min(self.arriving.left());
         self.arriving.filled(of_payload);
         self.end += bytes - of_payload;
@@ -89,7 +89,7 @@ impl Reading {
     }
 
     /// Names the place of the next bytes: the rest of the payload under way, and the bytes after it.
-    pub fn name(&mut self, into: &mut ReceiveSlices) -> Receive {
+    pub(super) fn name(&mut self, into: &mut ReceiveSlices) -> Receive {
         let left = self.arriving.left();
         if left > 0
             && let Some(rest) = self.arriving.rest()
@@ -107,7 +107,7 @@ impl Reading {
     }
 
     /// Handles the bytes in `ahead`, as far as possible. No receive is outstanding meanwhile.
-    pub fn digest(&mut self, conversation: &mut impl Conversation, link: &Link) -> Result<(), Close> {
+    pub(super) fn digest(&mut self, conversation: &mut impl Conversation, link: &Link) -> Result<(), Close> {
         loop {
             if let Some(received) = self.waiting.take() {
                 self.hand_over(received, conversation)?;
@@ -160,15 +160,15 @@ impl Reading {
                 return Ok(());
             }
             _ if len == 0 => return Ok(()),
-            Take::Nothing => Place::Skip,
-            Take::Buffered => Place::Scratch,
+            Take::Nothing => Destination::Skip,
+            Take::Buffered => Destination::Scratch,
             Take::Into(target) => {
                 let room = target.raw().1;
                 if room != len {
                     let why = format!("{len} bytes of payload for {room} bytes of memory");
                     return Err(Close::Asked(why.into()));
                 }
-                Place::Target(target)
+                Destination::Target(target)
             }
         };
         self.arriving.begin(received, place);
@@ -188,7 +188,7 @@ impl Reading {
 
     /// The message under way, its length, and the number of received bytes. The refusal of a frame that does not move
     /// on quotes them.
-    pub fn describe(&self) -> (String, String, String) {
+    pub(super) fn describe(&self) -> (String, String, String) {
         match self.arriving.message() {
             Some(received) => {
                 let len = received.header.payload_len() as usize;
@@ -200,13 +200,13 @@ impl Reading {
     }
 
     /// Nothing is received any more: further bytes are discarded.
-    pub fn give_up(&mut self) {
+    pub(super) fn give_up(&mut self) {
         self.waiting = None;
         self.arriving.give_up(DRAIN);
     }
 
     /// Names memory for bytes that are discarded.
-    pub fn drain(&self, into: &mut ReceiveSlices) -> Receive {
+    pub(super) fn drain(&self, into: &mut ReceiveSlices) -> Receive {
         let Some(scratch) = self.arriving.scratch() else { return Receive::Paused };
         // SAFETY: nobody reads this buffer from here on.
         unsafe { into.push(scratch.start(), scratch.len()) };
@@ -214,7 +214,7 @@ impl Reading {
     }
 
     /// The connection has ended: nobody writes the payload's place any more.
-    pub fn closed(&mut self) {
+    pub(super) fn closed(&mut self) {
         self.arriving.closed();
     }
 }

@@ -33,7 +33,7 @@ pub(super) struct Sending {
 }
 
 impl Sending {
-    pub fn new() -> Sending {
+    pub(super) fn new() -> Sending {
         Sending {
             heads: Buffer::zeroed(FIRST_HEADS),
             used: 0,
@@ -47,7 +47,12 @@ impl Sending {
 
     /// Hands out `rest`, if it is not empty, and the messages of `next`, up to [`SEND_AT_ONCE`] bytes. The kernel has
     /// everything that was handed out before.
-    pub fn fill(&mut self, out: &mut SendSlices, rest: Vec<u8>, mut next: impl FnMut() -> Option<Outgoing>) {
+    pub(super) fn fill(
+        &mut self,
+        out: &mut SendSlices,
+        rest: Vec<u8>,
+        mut next: impl FnMut() -> Option<Outgoing>,
+    ) {
         self.frames.clear();
         self.long.clear();
         if self.used > FIRST_HEADS / 2 && self.heads.len() < HEADS {
@@ -66,12 +71,12 @@ impl Sending {
     }
 
     /// Whether much of the memory was used since the last call.
-    pub fn take_used(&mut self) -> bool {
+    pub(super) fn take_used(&mut self) -> bool {
         std::mem::take(&mut self.much)
     }
 
     /// Gives the pages of the memory for heads back, unless the kernel may be reading them.
-    pub fn give_back(&mut self) {
+    pub(super) fn give_back(&mut self) {
         if self.is_sent() {
             self.heads.give_back();
         }
@@ -116,17 +121,17 @@ impl Sending {
     }
 
     /// The kernel has taken `bytes`.
-    pub fn transmitted(&mut self, bytes: usize) {
+    pub(super) fn transmitted(&mut self, bytes: usize) {
         self.unsent = self.unsent.saturating_sub(bytes);
     }
 
     /// Whether the kernel has taken everything that was handed out.
-    pub fn is_sent(&self) -> bool {
+    pub(super) fn is_sent(&self) -> bool {
         self.unsent == 0
     }
 
     /// The connection has ended: nobody reads the memory any more.
-    pub fn closed(&mut self) {
+    pub(super) fn closed(&mut self) {
         self.frames.clear();
     }
 }

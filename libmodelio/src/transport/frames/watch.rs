@@ -25,24 +25,24 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    pub fn new() -> Watch {
+    pub(super) fn new() -> Watch {
         let now = Instant::now();
         Watch { opened: now, last_bytes: now, spoke: now, reported: now, progress: Progress::default() }
     }
 
     /// The connection is open.
-    pub fn opened(&mut self) {
+    pub(super) fn opened(&mut self) {
         let now = Instant::now();
         (self.opened, self.last_bytes, self.spoke) = (now, now, now);
     }
 
     /// The peer has sent bytes.
-    pub fn alive(&mut self, now: Instant) {
+    pub(super) fn alive(&mut self, now: Instant) {
         self.last_bytes = now;
     }
 
     /// Whether to tell the conversation that bytes have come.
-    pub fn is_to_report(&mut self, now: Instant) -> bool {
+    pub(super) fn is_to_report(&mut self, now: Instant) -> bool {
         let due = now.duration_since(self.reported) > REPORT;
         if due {
             self.reported = now;
@@ -51,7 +51,7 @@ impl Watch {
     }
 
     /// The kernel has taken bytes.
-    pub fn spoke(&mut self) {
+    pub(super) fn spoke(&mut self) {
         self.spoke = Instant::now();
     }
 
@@ -59,7 +59,7 @@ impl Watch {
     ///
     /// # Errors
     /// The connection ends.
-    pub fn tick(
+    pub(super) fn tick(
         &mut self,
         now: Instant,
         reading: &Reading,
@@ -101,7 +101,7 @@ impl Watch {
     }
 
     /// Notes whether a frame is under way. True if [`tick`](Self::tick) must check it soon.
-    pub fn mark(
+    pub(super) fn mark(
         &mut self,
         now: Instant,
         reading: &Reading,

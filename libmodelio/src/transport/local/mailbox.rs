@@ -18,7 +18,7 @@ use crate::wire::Message;
 /// An end that takes messages.
 pub trait Recipient: Send + Sync {
     /// Takes a message of another end. No lock is held.
-    fn receive(self: Arc<Self>, from: End, mail: Mail);
+    fn receive(self: Arc<Self>, from: MailboxEnd, mail: Mail);
 
     /// Gives callers the answers that have come. This is called when the mailbox is empty, so that their next request is
     /// delivered at once, or after [`ANSWERS_AFTER`] messages.
@@ -30,7 +30,7 @@ const ANSWERS_AFTER: usize = 64;
 
 /// An end of a mailbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum MailboxEnd {
     /// The coordinator of the model.
     Coordinator,
     /// The partition of the shard that coordinates it.
@@ -79,7 +79,7 @@ pub struct Mailbox {
 #[derive(Default)]
 struct Queue {
     /// Messages with sender and receiver.
-    ready: VecDeque<(End, End, Mail)>,
+    ready: VecDeque<(MailboxEnd, MailboxEnd, Mail)>,
     /// A thread is delivering.
     draining: bool,
 }
@@ -96,7 +96,7 @@ impl Mailbox {
     }
 
     /// Puts a message in. The caller drains the mailbox once it has released its locks.
-    pub fn put(&self, from: End, to: End, mail: Mail) {
+    pub fn put(&self, from: MailboxEnd, to: MailboxEnd, mail: Mail) {
         self.queue.lock().ready.push_back((from, to, mail));
     }
 
@@ -118,9 +118,9 @@ impl Mailbox {
         let mut handed_over = 0;
         while let Some((from, to, mail)) = self.next() {
             let end = match to {
-                End::Coordinator => Some(&self.coordinator),
-                End::Partition => Some(&self.partition),
-                End::Client => self.client.get(),
+                MailboxEnd::Coordinator => Some(&self.coordinator),
+                MailboxEnd::Partition => Some(&self.partition),
+                MailboxEnd::Client => self.client.get(),
             };
             if let Some(end) = end.and_then(Weak::upgrade) {
                 end.receive(from, mail);
@@ -134,7 +134,7 @@ impl Mailbox {
     }
 
     /// The next message. If there is none, no thread is delivering from then on.
-    fn next(&self) -> Option<(End, End, Mail)> {
+    fn next(&self) -> Option<(MailboxEnd, MailboxEnd, Mail)> {
         let mut queue = self.queue.lock();
         let mail = queue.ready.pop_front();
         queue.draining = mail.is_some();

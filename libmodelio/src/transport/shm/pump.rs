@@ -9,7 +9,7 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::sys::epoll::{EpollEvent, EpollFlags};
 
-use super::ring::{Broken, End, Wants};
+use super::ring::{Broken, RingEnd, Wants};
 use crate::transport::reactor::{Completion, Driver, Op, Phase, Port, Sleeper, Table, ThreadState};
 use crate::transport::stream::{ReceiveSlices, SendSlices, Token};
 
@@ -18,7 +18,7 @@ const SOCKET: u64 = 2;
 
 /// Moves bytes between one connection and its rings.
 pub(super) struct Pump {
-    end: End,
+    end: RingEnd,
     sleeper: Sleeper,
     token: Option<Token>,
     receiving: bool,
@@ -28,7 +28,7 @@ pub(super) struct Pump {
 }
 
 impl Pump {
-    pub fn new(end: End, socket: &OwnedFd, thread: Arc<ThreadState>) -> Result<Pump, Errno> {
+    pub(super) fn new(end: RingEnd, socket: &OwnedFd, thread: Arc<ThreadState>) -> Result<Pump, Errno> {
         let sleeper = Sleeper::new(thread)?;
         sleeper.epoll.add(end.bell(), EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, BELL))?;
         // A hang-up is always reported. Descriptors that wait are no news.

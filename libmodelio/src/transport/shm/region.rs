@@ -4,7 +4,7 @@
 //! is mapped read-only, and only if it is sealed against shrinking: touching memory that a peer has taken away would
 //! end this process.
 //!
-//! This module holds `unsafe`: see [`Piece::bytes`].
+//! This module holds `unsafe`: see [`BorrowedRange::bytes`].
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -97,15 +97,26 @@ impl Borrowed {
     /// # Errors
     /// [`RegionError`].
     pub fn map(number: u32, fd: OwnedFd, bytes: u64) -> Result<Borrowed, RegionError> {
-        check(number, &fd, bytes)?;
-        let len = usize::try_from(bytes).map_err(|_| RegionError::Kind(number))?;
-        let mapped = Mapping::of(fd, len, ProtFlags::PROT_READ);
-        mapped.map(|mapped| Borrowed(Arc::new(mapped))).map_err(|error| RegionError::System { number, error })
+        map(number, fd, bytes, ProtFlags::PROT_READ).map(|mapped| Borrowed(Arc::new(mapped)))
     }
 }
 
+/// Maps a descriptor that is a memfd of `bytes` bytes that stay, and refuses others.
+pub(super) fn map(
+    number: u32,
+    fd: OwnedFd,
+    bytes: u64,
+    protection: ProtFlags,
+) -> Result<Mapping, RegionError> {
+    check(number, &fd, bytes)?;
+    let len = usize::try_from(bytes).map_err(|_| RegionError::Kind(number))?;
+    // SAFETY: `check` has found a memfd of this length that is sealed against changes of it.
+    let mapped = unsafe { Mapping::of(fd, len, protection) };
+    mapped.map_err(|error| RegionError::System { number, error })
+}
+
 /// Refuses a descriptor unless it is a memfd of `bytes` bytes that stay.
-pub(super) fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
+fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     let system = |errno: nix::errno::Errno| RegionError::System { number, error: errno.into() };
     // Files of other kinds have no seals. A memfd on huge pages may have none left when they are touched.
     let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| RegionError::Kind(number))?;
@@ -126,12 +137,12 @@ pub(super) fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionE
 
 /// A range of a peer's region.
 #[derive(Clone, Debug)]
-pub struct Piece {
+pub struct BorrowedRange {
     region: Arc<Borrowed>,
     range: Range<usize>,
 }
 
-impl Piece {
+impl BorrowedRange {
     /// The address and length.
     pub fn raw(&self) -> (*const u8, usize) {
         // SAFETY: `Regions::piece` has checked that it is within the mapping.
@@ -214,12 +225,12 @@ impl Regions {
     ///
     /// # Errors
     /// [`RegionError::Unknown`], [`RegionError::OutOfRange`].
-    pub fn piece(&self, number: u32, offset: u64, len: usize) -> Result<Piece, RegionError> {
+    pub fn piece(&self, number: u32, offset: u64, len: usize) -> Result<BorrowedRange, RegionError> {
         let region = self.known.get(&number).ok_or(RegionError::Unknown(number))?;
         let start = usize::try_from(offset).ok();
         let range = start.and_then(|start| Some(start..start.checked_add(len)?));
         match range.filter(|range| range.end <= region.0.len()) {
-            Some(range) => Ok(Piece { region: Arc::clone(region), range }),
+            Some(range) => Ok(BorrowedRange { region: Arc::clone(region), range }),
             None => Err(RegionError::OutOfRange { number, offset, len }),
         }
     }

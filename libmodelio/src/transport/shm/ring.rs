@@ -4,7 +4,7 @@
 //! The difference is the number of bytes to read; the rest of the ring is free. Counts wrap around. Each end keeps
 //! its own count, so the peer can falsify only its own, which is checked every time it is read.
 //!
-//! An end that finds nothing to do sets a word of its own ([`End::wait`]), checks once more, and sleeps until its
+//! An end that finds nothing to do sets a word of its own ([`RingEnd::wait`]), checks once more, and sleeps until its
 //! bell rings. The other end moves bytes, then reads that word. Both order their stores before their reads, so one of
 //! them notices. Bells are eventfds that are never read, because an edge-triggered epoll reports each ring once.
 //!
@@ -65,7 +65,7 @@ pub(super) enum Side {
 
 /// One end of both rings: it writes one and reads the other.
 #[derive(Debug)]
-pub struct End {
+pub struct RingEnd {
     memory: Mapping,
     side: usize,
     written: u32,
@@ -74,7 +74,7 @@ pub struct End {
     peers_bell: OwnedFd,
 }
 
-impl End {
+impl RingEnd {
     /// An end of rings in `memory`, of which nothing was used before.
     ///
     /// # Errors
@@ -84,12 +84,12 @@ impl End {
         side: Side,
         own_bell: OwnedFd,
         peers_bell: OwnedFd,
-    ) -> io::Result<End> {
+    ) -> io::Result<RingEnd> {
         if memory.len() != MEMORY {
             let why = format!("{} bytes for rings of {MEMORY}", memory.len());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
-        Ok(End { memory, side: side as usize, written: 0, read: 0, own_bell, peers_bell })
+        Ok(RingEnd { memory, side: side as usize, written: 0, read: 0, own_bell, peers_bell })
     }
 
     /// Becomes ready when the peer rings. To be watched edge-triggered, and not read.

@@ -19,8 +19,8 @@ use nix::sys::socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAdd
 
 use super::descriptors;
 use super::owner;
-use super::region;
-use super::ring::{End, MEMORY, Side};
+use super::region::{self, RegionError};
+use super::ring::{MEMORY, RingEnd, Side};
 use crate::bytes::crc32c::crc32c;
 use crate::bytes::mmap::Mapping;
 
@@ -89,7 +89,7 @@ fn talking(doing: &'static str) -> impl Fn(Errno) -> SetupError {
 #[derive(Debug)]
 pub struct Meeting {
     /// The rings.
-    pub end: End,
+    pub end: RingEnd,
     /// The socket, for descriptors and its hang-up.
     pub socket: Arc<OwnedFd>,
 }
@@ -151,7 +151,7 @@ pub fn meet(address: &str, patience: Duration) -> Result<Meeting, SetupError> {
         [YES] => {}
         ref reason => return Err(SetupError::Refused(String::from_utf8_lossy(reason).into_owned())),
     }
-    let end = End::new(memory, Side::Connects, own.into(), peers.into()).map_err(making)?;
+    let end = RingEnd::new(memory, Side::Connects, own.into(), peers.into()).map_err(making)?;
     Ok(Meeting { end, socket: Arc::new(socket) })
 }
 
@@ -173,7 +173,7 @@ pub fn receive(socket: OwnedFd, patience: Duration) -> Result<Meeting, SetupErro
 }
 
 /// The end that answers.
-fn take(socket: &OwnedFd, patience: Duration) -> Result<End, SetupError> {
+fn take(socket: &OwnedFd, patience: Duration) -> Result<RingEnd, SetupError> {
     let mut greeting = [0; 64];
     let (len, fds) = await_message(socket, &mut greeting, patience)?;
     if len == 0 {
@@ -190,7 +190,6 @@ fn take(socket: &OwnedFd, patience: Duration) -> Result<End, SetupError> {
     let Ok([rings, peers, own]) = <[OwnedFd; 3]>::try_from(fds) else {
         return Err(stranger("its descriptors are not three".into()));
     };
-    region::check(0, &rings, MEMORY as u64).map_err(|error| stranger(error.to_string()))?;
     for bell in [&peers, &own] {
         // Writing to any other file might block.
         let kind = std::fs::read_link(format!("/proc/self/fd/{}", bell.as_raw_fd())).unwrap_or_default();
@@ -200,8 +199,11 @@ fn take(socket: &OwnedFd, patience: Duration) -> Result<End, SetupError> {
     }
     let mapping = |error| SetupError::System { doing: "mapping the rings", error };
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    let memory = Mapping::of(rings, MEMORY, protection).map_err(mapping)?;
-    End::new(memory, Side::Accepts, own, peers).map_err(mapping)
+    let memory = region::map(0, rings, MEMORY as u64, protection).map_err(|error| match error {
+        RegionError::System { error, .. } => mapping(error),
+        other => stranger(other.to_string()),
+    })?;
+    RingEnd::new(memory, Side::Accepts, own, peers).map_err(mapping)
 }
 
 /// The next message, and its descriptors.

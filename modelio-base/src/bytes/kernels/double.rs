@@ -26,7 +26,7 @@ impl Scalar for f64 {
 
 /// Eight doubles.
 #[derive(Clone, Copy)]
-pub struct Eight([f64; LANES]);
+pub(super) struct Eight([f64; LANES]);
 
 macro_rules! lanewise {
     ($($trait:ident $method:ident $op:tt),*) => {$(
@@ -131,7 +131,7 @@ fn eights(elements: usize) -> impl Iterator<Item = (usize, usize)> {
 }
 
 /// `out = scale * (model - base)`, or `scale * model` without a base.
-pub struct Difference<'a> {
+pub(super) struct Difference<'a> {
     pub scale: f64,
     pub model: &'a [u8],
     pub base: Option<&'a [u8]>,
@@ -157,7 +157,7 @@ impl Kernel for Difference<'_> {
 }
 
 /// `out` is the correction `elasticity * (replica - central)`, and `next` is `model` less the correction.
-pub struct Correction<'a> {
+pub(super) struct Correction<'a> {
     pub elasticity: f64,
     pub model: &'a [u8],
     pub replica: &'a [u8],
@@ -187,7 +187,7 @@ impl Kernel for Correction<'_> {
 }
 
 /// One reducer over one segment. All lengths were checked to agree.
-pub struct Reduce<'a, O> {
+pub(super) struct Reduce<'a, O> {
     pub op: O,
     pub sources: &'a [Source<'a>],
     pub weights: (&'a [u8], &'a mut [u8]),
@@ -236,7 +236,7 @@ impl<O: Op<Scalar = f64>> Kernel for Reduce<'_, O> {
 }
 
 /// Added to an accumulator, or stored there.
-pub struct Accumulate<'a> {
+pub(super) struct Accumulate<'a> {
     pub src: &'a [u8],
     pub acc: &'a mut [u8],
     pub first: bool,
@@ -260,7 +260,7 @@ impl Kernel for Accumulate<'_> {
 }
 
 /// Whether all elements are finite.
-pub struct Finite<'a> {
+pub(super) struct Finite<'a> {
     pub src: &'a [u8],
 }
 
@@ -278,7 +278,7 @@ impl Kernel for Finite<'_> {
 
 /// The sum of the squares of the sum of some accumulators, which have floats or doubles. Each lane adds up every eighth
 /// element, and the lanes are added up in their order.
-pub struct Squares<'a> {
+pub(super) struct Squares<'a> {
     pub doubles: bool,
     pub sums: &'a [&'a [f32]],
 }

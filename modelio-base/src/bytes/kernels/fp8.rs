@@ -16,7 +16,7 @@ const MAGNITUDE: u32 = 0x7fff_ffff;
 
 /// A type of 8 bits, as the bits of fp32 are brought into it.
 #[derive(Clone, Copy)]
-pub struct Format {
+pub(super) struct Format {
     /// The difference of the exponents' biases, in the place of fp32's exponent.
     pub bias: u32,
     /// The smallest normal number.
@@ -30,41 +30,41 @@ pub struct Format {
 }
 
 /// Bits of an fp32's mantissa that a type does not have.
-pub const E4M3_SHIFT: u32 = 20;
-pub const E5M2_SHIFT: u32 = 21;
+pub(super) const E4M3_SHIFT: u32 = 20;
+pub(super) const E5M2_SHIFT: u32 = 21;
 
-pub const E4M3: Format =
+pub(super) const E4M3: Format =
     Format { bias: 120 << 23, normal: 121 << 23, rounder: 16_384.0, most: 0x7e, nan_from: INFINITY };
-pub const E5M2: Format =
+pub(super) const E5M2: Format =
     Format { bias: 112 << 23, normal: 113 << 23, rounder: 128.0, most: 0x7c, nan_from: INFINITY + 1 };
 
 /// The code of NaN.
-pub const NAN: u32 = 0x7f;
+pub(super) const NAN: u32 = 0x7f;
 
 impl Format {
     /// The number to add to a magnitude, besides the lowest bit that is kept, before the lower bits are cut off. So it is
     /// rounded.
     #[inline(always)]
-    pub const fn round(self, shift: u32) -> u32 {
+    pub(super) const fn round(self, shift: u32) -> u32 {
         ((1 << (shift - 1)) - 1_u32).wrapping_sub(self.bias)
     }
 }
 
 /// The bits that E4M3's NaN would have if it were a number, which is 480, and those that make it NaN.
-pub const E4M3_480: u32 = 0x43f0_0000;
-pub const QUIET: u32 = 0x7fc0_0000;
+pub(super) const E4M3_480: u32 = 0x43f0_0000;
+pub(super) const QUIET: u32 = 0x7fc0_0000;
 /// E4M3 is binary16 without its lower bits but for this factor.
-pub const E4M3_SCALE: f32 = 256.0;
+pub(super) const E4M3_SCALE: f32 = 256.0;
 /// A code of E4M3 that was widened with its sign and shifted left by 7 has these bits of a binary16.
-pub const E4M3_HALF: u16 = 0xbf80;
+pub(super) const E4M3_HALF: u16 = 0xbf80;
 
 #[inline(always)]
-pub fn f32_to_e4m3(value: f32) -> u8 {
+pub(super) fn f32_to_e4m3(value: f32) -> u8 {
     narrow::<E4M3_SHIFT>(E4M3, value)
 }
 
 #[inline(always)]
-pub fn f32_to_e5m2(value: f32) -> u8 {
+pub(super) fn f32_to_e5m2(value: f32) -> u8 {
     narrow::<E5M2_SHIFT>(E5M2, value)
 }
 
@@ -82,7 +82,7 @@ fn narrow<const SHIFT: u32>(of: Format, value: f32) -> u8 {
 }
 
 #[inline(always)]
-pub fn e4m3_to_f32(code: u8) -> f32 {
+pub(super) fn e4m3_to_f32(code: u8) -> f32 {
     let magnitude = u32::from(code & 0x7f);
     // The smallest number is 2^-9. Nothing here is a subnormal of fp32, which CPUs multiply slowly.
     let subnormal = (magnitude as f32 * (1.0 / 512.0)).to_bits();
@@ -93,7 +93,7 @@ pub fn e4m3_to_f32(code: u8) -> f32 {
 }
 
 #[inline(always)]
-pub fn e5m2_to_f32(code: u8) -> f32 {
+pub(super) fn e5m2_to_f32(code: u8) -> f32 {
     let magnitude = u32::from(code & 0x7f);
     // The smallest number is 2^-16.
     let subnormal = (magnitude as f32 * (1.0 / 65_536.0)).to_bits();

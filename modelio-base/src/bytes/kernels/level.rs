@@ -60,14 +60,14 @@ pub fn with_level<R>(level: Level, f: impl FnOnce() -> R) -> Option<R> {
 }
 
 /// A computation written once for all levels.
-pub trait Kernel {
+pub(super) trait Kernel {
     type Output;
     /// Implementations are `#[inline(always)]`: they must end up in the entry functions below.
     fn run<L: Line>(self) -> Self::Output;
 }
 
 /// Run `kernel` at the best level of this CPU.
-pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
+pub(super) fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     // Only available levels are ever forced.
     match FORCED.get().or_else(|| Level::available().next()) {
         // SAFETY: the level is available, so the CPU has avx512f.

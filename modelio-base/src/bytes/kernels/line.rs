@@ -10,16 +10,16 @@ use std::ops::{Add, Div, Mul, Sub};
 use super::fp8;
 
 /// Lanes of a line.
-pub const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 
 /// Sixteen fp32 values as bytes, at any address.
-pub type Raw = [u8; 64];
+pub(super) type Raw = [u8; 64];
 
 /// Sixteen half-precision values as bytes, at any address.
-pub type RawHalf = [u8; 32];
+pub(super) type RawHalf = [u8; 32];
 
 /// Sixteen values of 8 bits as bytes, at any address.
-pub type RawQuarter = [u8; 16];
+pub(super) type RawQuarter = [u8; 16];
 
 /// The unit that arithmetic is written over: several numbers of one type.
 pub trait Lanes:
@@ -56,7 +56,7 @@ impl Scalar for f32 {
 }
 
 /// Sixteen fp32 lanes in registers.
-pub trait Line: Lanes<Scalar = f32> {
+pub(super) trait Line: Lanes<Scalar = f32> {
     fn load(src: &Raw) -> Self;
     fn load_f16(src: &RawHalf) -> Self;
     fn load_bf16(src: &RawHalf) -> Self;
@@ -104,13 +104,13 @@ pub trait Line: Lanes<Scalar = f32> {
 }
 
 /// Bits of fp32 infinity; magnitudes at or above it are not finite.
-pub const INFINITY: u32 = 0x7f80_0000;
+pub(super) const INFINITY: u32 = 0x7f80_0000;
 /// All but the sign.
-pub const MAGNITUDE: u32 = 0x7fff_ffff;
+pub(super) const MAGNITUDE: u32 = 0x7fff_ffff;
 
 /// Plain arrays, for any CPU.
 #[derive(Clone, Copy)]
-pub struct Portable([f32; LANES]);
+pub(super) struct Portable([f32; LANES]);
 
 impl Portable {
     #[inline(always)]

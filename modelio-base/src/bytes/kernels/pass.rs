@@ -153,7 +153,7 @@ unsafe fn put<L: Line>(value: L, dst: &mut [u8], piece: Piece, stream: bool) {
 /// Lines of a narrow type that wait for the rest of a line of memory: streaming less at a time halves the bandwidth,
 /// and more.
 #[derive(Default)]
-pub struct Staged {
+pub(super) struct Staged {
     half: RawHalf,
     quarters: [RawQuarter; 4],
 }
@@ -231,7 +231,7 @@ unsafe fn put_quarter<L: Line>(
 /// One reducer over one segment. All lengths were checked to agree.
 ///
 /// `N` > 0 is a common case compiled apart, without the choices in the loop: F32 from `plain` alone.
-pub struct Reduce<'a, O, const N: usize> {
+pub(super) struct Reduce<'a, O, const N: usize> {
     pub op: O,
     pub wire: Wire,
     pub sources: &'a [Source<'a>],
@@ -316,7 +316,7 @@ impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
 }
 
 /// Wire bytes into an fp32 accumulator.
-pub struct Accumulate<'a> {
+pub(super) struct Accumulate<'a> {
     pub wire: Wire,
     pub src: &'a [u8],
     pub acc: &'a mut [u8],
@@ -341,7 +341,7 @@ impl Pass for Accumulate<'_> {
 }
 
 /// A plain copy; both sides have the same length.
-pub struct Copy<'a> {
+pub(super) struct Copy<'a> {
     pub src: &'a [u8],
     pub dst: &'a mut [u8],
 }
@@ -371,7 +371,7 @@ impl Kernel for Copy<'_> {
 }
 
 /// Whether all magnitudes of elements of 8 bits are below a code, which tells numbers from others.
-pub struct FiniteCodes<'a> {
+pub(super) struct FiniteCodes<'a> {
     pub src: &'a [u8],
     pub below: u8,
 }
@@ -386,7 +386,7 @@ impl Kernel for FiniteCodes<'_> {
 }
 
 /// The same of what is copied.
-pub struct CopyCodes<'a> {
+pub(super) struct CopyCodes<'a> {
     pub src: &'a [u8],
     pub dst: &'a mut [u8],
     pub below: u8,
@@ -428,7 +428,7 @@ impl Kernel for CopyCodes<'_> {
 }
 
 /// Whether all elements are finite.
-pub struct Finite<'a> {
+pub(super) struct Finite<'a> {
     pub wire: Wire,
     pub src: &'a [u8],
 }

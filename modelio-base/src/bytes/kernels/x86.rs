@@ -16,11 +16,11 @@ use codes::{e4m3_halves, e5m2_halves};
 
 /// One 512-bit register. Needs avx512f.
 #[derive(Clone, Copy)]
-pub struct Avx512(__m512);
+pub(super) struct Avx512(__m512);
 
 /// Two 256-bit registers. Needs avx2 and f16c.
 #[derive(Clone, Copy)]
-pub struct Avx2(__m256, __m256);
+pub(super) struct Avx2(__m256, __m256);
 
 macro_rules! lanewise {
     ($($trait:ident $method:ident $avx512:ident $avx2:ident),*) => {$(

@@ -45,7 +45,7 @@ pub(super) struct Poll {
 }
 
 impl Poll {
-    pub fn new(thread: Arc<ThreadState>) -> Result<Poll, Errno> {
+    pub(super) fn new(thread: Arc<ThreadState>) -> Result<Poll, Errno> {
         let events = vec![EpollEvent::empty(); EVENTS].into_boxed_slice();
         Ok(Poll { sleeper: Sleeper::new(thread)?, fresh: VecDeque::new(), events, is_amid_payload: false })
     }

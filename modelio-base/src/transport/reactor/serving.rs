@@ -30,14 +30,14 @@ pub(super) struct Serving<D> {
 }
 
 impl<D: Driver> Serving<D> {
-    pub fn new(driver: D) -> Serving<D> {
+    pub(super) fn new(driver: D) -> Serving<D> {
         Serving { driver, table: Table::default(), timers: Timers::default(), now: Instant::now() }
     }
 
     // Requests of other threads.
 
     /// Serves one descriptor more.
-    pub fn take(&mut self, arrival: Arrival) {
+    pub(super) fn take(&mut self, arrival: Arrival) {
         let Arrival { fd, mut kind, connection } = arrival;
         let Kind::Waiting(waiting) = &mut kind else {
             let token = self.insert(Entry::new(fd, kind, connection));
@@ -56,7 +56,7 @@ impl<D: Driver> Serving<D> {
     }
 
     /// A connection was woken, perhaps to be closed.
-    pub fn wake(&mut self, state: &ConnectionState) {
+    pub(super) fn wake(&mut self, state: &ConnectionState) {
         let (token, close) = state.requested();
         let Some(token) = token else { return };
         match close {
@@ -177,7 +177,7 @@ impl<D: Driver> Serving<D> {
     }
 
     /// Handles what is due.
-    pub fn run_timers(&mut self) {
+    pub(super) fn run_timers(&mut self) {
         while let Some((at, token)) = self.timers.take_due(self.now) {
             let now = self.now;
             let Some(entry) = self.table.get(token) else { continue };
@@ -237,7 +237,7 @@ impl<D: Driver> Serving<D> {
     // Outcomes of operations.
 
     /// An operation is over.
-    pub fn complete(&mut self, done: Completion) {
+    pub(super) fn complete(&mut self, done: Completion) {
         let token = done.token;
         let Some(entry) = self.table.get(token) else { return };
         match done.op {
@@ -331,7 +331,7 @@ impl<D: Driver> Serving<D> {
     // The end.
 
     /// Closes an entry. The first reason counts.
-    pub fn close(&mut self, token: Token, why: Close) {
+    pub(super) fn close(&mut self, token: Token, why: Close) {
         let Some(entry) = self.table.get(token).filter(|entry| entry.closing.is_none()) else { return };
         entry.closing = Some(why);
         entry.due = None;

@@ -13,7 +13,7 @@ pub(super) struct Timers(BinaryHeap<Reverse<(Instant, Token)>>);
 
 impl Timers {
     /// Makes sure that a timer is queued for the entry's next deadline.
-    pub fn queue(&mut self, token: Token, entry: &mut Entry) {
+    pub(super) fn queue(&mut self, token: Token, entry: &mut Entry) {
         let Some(next) = entry.due.into_iter().chain(entry.retry).min() else { return };
         if entry.queued.is_none_or(|queued| next < queued) {
             entry.queued = Some(next);
@@ -22,12 +22,12 @@ impl Timers {
     }
 
     /// The earliest timer.
-    pub fn next(&self) -> Option<Instant> {
+    pub(super) fn next(&self) -> Option<Instant> {
         self.0.peek().map(|Reverse((at, _))| *at)
     }
 
     /// Takes the earliest timer if it is due.
-    pub fn take_due(&mut self, now: Instant) -> Option<(Instant, Token)> {
+    pub(super) fn take_due(&mut self, now: Instant) -> Option<(Instant, Token)> {
         self.0.peek().filter(|Reverse((at, _))| *at <= now)?;
         self.0.pop().map(|Reverse(timer)| timer)
     }

@@ -87,7 +87,7 @@ pub(super) fn probe() -> Result<(), NotUring> {
 
 impl Uring {
     /// A ring for the calling thread, which is the only one that may use it.
-    pub fn new(thread: Arc<ThreadState>) -> Result<Uring, Errno> {
+    pub(super) fn new(thread: Arc<ThreadState>) -> Result<Uring, Errno> {
         Ok(Uring { ring: build(SUBMISSIONS, COMPLETIONS)?, thread, listening: false, early: Vec::new() })
     }
 

@@ -1,6 +1,6 @@
 //! Payload that is lent to a connection where it lies: memory that it receives into, and memory that it sends from.
 //!
-//! This module holds `unsafe`, because others see that memory, too. [`Target::new`] and [`Piece::new`] say what their
+//! This module holds `unsafe`, because others see that memory, too. [`Target::new`] and [`LentPayload::new`] say what their
 //! callers promise.
 
 use std::any::Any;
@@ -88,7 +88,7 @@ impl fmt::Debug for Target {
 }
 
 /// A payload that is sent from where it lies.
-pub struct Piece {
+pub struct LentPayload {
     start: *const u8,
     len: usize,
     crc: Option<u32>,
@@ -96,47 +96,50 @@ pub struct Piece {
 }
 
 // SAFETY: it is memory that may be read from any thread until the piece is dropped, as `new`'s caller has promised.
-unsafe impl Send for Piece {}
+unsafe impl Send for LentPayload {}
 
-impl fmt::Debug for Piece {
+impl fmt::Debug for LentPayload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Piece").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+        f.debug_struct("LentPayload")
+            .field("start", &self.start)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
     }
 }
 
-impl Piece {
+impl LentPayload {
     /// `bytes`, which stay there as long as `guard` lives. `crc` is their CRC32C. `None` sends them without one.
     ///
     /// # Safety
     /// Nobody writes them until the piece is dropped, unless the peer can take a mixture. The connection drops the piece when the kernel has the bytes,
     /// or when the connection ends.
-    pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> Piece {
-        Piece { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
+    pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> LentPayload {
+        LentPayload { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
     }
 
     /// Bytes of a version, which `pin` keeps, without a checksum.
-    pub fn of_version(bytes: &[u8], pin: Guard) -> Piece {
+    pub fn of_version(bytes: &[u8], pin: Guard) -> LentPayload {
         // SAFETY: a version is not written while it is pinned, and its memory stays.
-        unsafe { Piece::new(bytes, None, pin) }
+        unsafe { LentPayload::new(bytes, None, pin) }
     }
 
     /// Bytes that belong to the piece, with a checksum.
-    pub fn owned(bytes: Vec<u8>) -> Piece {
-        Piece::owned_with(bytes, ())
+    pub fn owned(bytes: Vec<u8>) -> LentPayload {
+        LentPayload::owned_with(bytes, ())
     }
 
     /// Bytes that several pieces share, with this CRC32C or without one.
-    pub fn shared(bytes: &Arc<Vec<u8>>, crc: Option<u32>) -> Piece {
+    pub fn shared(bytes: &Arc<Vec<u8>>, crc: Option<u32>) -> LentPayload {
         // SAFETY: nobody writes the vector while it is shared, and the guard keeps it.
-        unsafe { Piece::new(bytes, crc, Arc::clone(bytes) as Guard) }
+        unsafe { LentPayload::new(bytes, crc, Arc::clone(bytes) as Guard) }
     }
 
     /// Like [`Self::owned`], with a value that is dropped when the kernel has the bytes, or will never have them.
-    pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> Piece {
+    pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> LentPayload {
         let both = Arc::new((bytes, with));
         let crc = crc32c(&both.0);
         // SAFETY: nobody else has the vector, and the guard is what owns it.
-        unsafe { Piece::new(both.0.as_slice(), Some(crc), Arc::clone(&both) as Guard) }
+        unsafe { LentPayload::new(both.0.as_slice(), Some(crc), Arc::clone(&both) as Guard) }
     }
 
     /// First byte, and length.

@@ -23,10 +23,10 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use super::super::*;
 use crate::reducers;
 
-pub const BLOCKS: u32 = 4;
+pub(super) const BLOCKS: u32 = 4;
 
 /// Tensors of two blocks each: `head` and `body`.
-pub const TENSORS: usize = 2;
+pub(super) const TENSORS: usize = 2;
 
 /// The tensor of a block.
 fn tensor_of(block: u32) -> usize {
@@ -34,22 +34,22 @@ fn tensor_of(block: u32) -> usize {
 }
 
 /// A contribution, under a name of its own.
-pub type Uid = u32;
+pub(super) type Uid = u32;
 
 /// The payload of a contribution, or new weights, of this number.
-pub fn payload(uid: Uid) -> Source {
+pub(super) fn payload(uid: Uid) -> Source {
     Source { client: ClientId(0), name: uid.into(), weights: BlockRanges::new(), ahead: None }
 }
 
 /// The number of a contribution's payload.
-pub fn uid(contribution: &Contribution) -> Uid {
+pub(super) fn uid(contribution: &Contribution) -> Uid {
     Uid::try_from(contribution.source.name).unwrap()
 }
-pub type Reply = Result<(), ShardError>;
+pub(super) type Reply = Result<(), ShardError>;
 type Content = Vec<Uid>;
 
 #[derive(Clone, Debug, Default)]
-pub struct Record {
+pub(super) struct Record {
     pub sent: BTreeSet<u32>,
     pub steady: bool,
     /// Its commit was answered with success.
@@ -67,7 +67,7 @@ struct Request {
 }
 
 #[derive(Debug)]
-pub struct Bench {
+pub(super) struct Bench {
     pub core: JobCore,
     pub now: Now,
     next_ticket: Ticket,
@@ -81,7 +81,7 @@ pub struct Bench {
     measures: Option<(Quantity, reducer::Step)>,
     /// The norms of tensors, if they were measured for the coming version.
     norms: Option<(usize, Vec<TensorNorms>)>,
-    pub running: Option<Arc<Plan>>,
+    pub running: Option<Arc<JobPlan>>,
     pub accumulator: BTreeMap<u32, Content>,
     /// Contributions of which a block has come early, by block.
     back: BTreeMap<u32, BTreeSet<Uid>>,
@@ -101,21 +101,21 @@ pub struct Bench {
     /// The steps of the tensors of blocks that came early, and the factors.
     early: BTreeMap<u32, (u64, Option<f64>)>,
     /// The provisional plan under way.
-    pub provisional: Option<Arc<Plan>>,
+    pub provisional: Option<Arc<JobPlan>>,
     pub left: Vec<(LearnerId, LeaveReason)>,
     accumulated: BTreeSet<Uid>,
     /// Contributions whose payload was lost.
     gone: BTreeSet<Uid>,
 }
 
-pub fn blocks(of: impl IntoIterator<Item = u32>) -> FixedBitSet {
+pub(super) fn blocks(of: impl IntoIterator<Item = u32>) -> FixedBitSet {
     let mut set = FixedBitSet::with_capacity(BLOCKS as usize);
     set.extend(of.into_iter().map(|block| block as usize));
     set
 }
 
 impl Bench {
-    pub fn new(settings: &[(&str, &str)]) -> Bench {
+    pub(super) fn new(settings: &[(&str, &str)]) -> Bench {
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
         Bench {
             state_of: TensorReducers::new(TENSORS, controls.reducer, &Groups::default()),
@@ -147,17 +147,17 @@ impl Bench {
     }
 
     /// Its core begins plans when their last contribution has a whole block, as in one process.
-    pub fn in_process(self) -> Bench {
+    pub(super) fn in_process(self) -> Bench {
         Bench { core: self.core.with_provisional_plans(), ..self }
     }
 
     /// Such plans give way, as on a network.
-    pub fn on_a_network(self) -> Bench {
+    pub(super) fn on_a_network(self) -> Bench {
         Bench { core: self.core.with_provisional_plans().of_staged_blocks(), ..self }
     }
 
     /// Contribution `uid` of `learner` has a whole block; whether that is reduced early.
-    pub fn comes(&mut self, learner: LearnerId, uid: Uid, block: u32) -> bool {
+    pub(super) fn comes(&mut self, learner: LearnerId, uid: Uid, block: u32) -> bool {
         let Some(step) = self.core.member(learner, self.now).map(|member| member.step.next()) else {
             return false;
         };
@@ -181,11 +181,11 @@ impl Bench {
     }
 
     /// A contribution of `learner` is open.
-    pub fn open(&mut self, learner: LearnerId) -> Result<Opening, ShardError> {
+    pub(super) fn open(&mut self, learner: LearnerId) -> Result<Opening, ShardError> {
         self.core.open(learner, self.now)
     }
 
-    pub fn uid(&mut self) -> Uid {
+    pub(super) fn uid(&mut self) -> Uid {
         self.next_uid += 1;
         self.records.insert(self.next_uid, Record::default());
         self.next_uid
@@ -326,30 +326,30 @@ impl Bench {
     }
 
     /// In which version each contribution is.
-    pub fn versions_of(&self, uids: &[Uid]) -> Vec<Option<Version>> {
+    pub(super) fn versions_of(&self, uids: &[Uid]) -> Vec<Option<Version>> {
         let find = |uid: &Uid| self.versions.iter().position(|v| v.values().flatten().any(|u| u == uid));
         uids.iter().map(|uid| find(uid).map(|v| Version(v as u64))).collect()
     }
 
-    pub fn join(&mut self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
+    pub(super) fn join(&mut self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
         self.call(|core, now, actions| core.join(name, now, actions))
     }
 
     /// A process of each is known to use it.
-    pub fn attach(&mut self, ids: &[Id]) {
+    pub(super) fn attach(&mut self, ids: &[Id]) {
         ids.iter().for_each(|id| self.core.touch(id.0, Some(Attached::Yes), self.now));
     }
 
-    pub fn leave(&mut self, learner: LearnerId) {
+    pub(super) fn leave(&mut self, learner: LearnerId) {
         self.call(|core, now, actions| core.leave(learner, LeaveReason::Asked, now, actions)).unwrap();
     }
 
-    pub fn abort(&mut self, learner: LearnerId) {
+    pub(super) fn abort(&mut self, learner: LearnerId) {
         self.call(|core, now, actions| core.abort(learner, now, actions)).unwrap();
     }
 
     /// The learner takes back its last commit, which the running plan reads, if one runs.
-    pub fn recall(&mut self, learner: LearnerId) {
+    pub(super) fn recall(&mut self, learner: LearnerId) {
         let reads = self.running.is_some();
         self.void_plan();
         let why = ShardError::Interrupted;
@@ -357,11 +357,11 @@ impl Bench {
         assert_eq!(void, reads);
     }
 
-    pub fn withdraw(&mut self, learner: LearnerId) {
+    pub(super) fn withdraw(&mut self, learner: LearnerId) {
         self.call(|core, now, actions| core.withdraw(learner, now, actions)).unwrap();
     }
 
-    pub fn set(&mut self, name: &str, value: &str) {
+    pub(super) fn set(&mut self, name: &str, value: &str) {
         let tensors = ["head", "body"].map(|name| (name, DType::F32));
         if let Ok(controls) = self.core.controls().with(name, value)
             && let Ok((frozen, groups)) = controls.of_tensors(tensors.into_iter())
@@ -372,12 +372,12 @@ impl Bench {
         }
     }
 
-    pub fn give_buffer(&mut self) {
+    pub(super) fn give_buffer(&mut self) {
         self.has_buffer = true;
         self.call(|core, now, actions| core.set_buffer_ready(true, now, actions));
     }
 
-    pub fn tick(&mut self, millis: u64) {
+    pub(super) fn tick(&mut self, millis: u64) {
         self.now += Now::from_millis(millis);
         self.call(|core, now, actions| core.tick(now, actions));
         let late = self.requests.values().filter(|request| request.deadline <= self.now).count();
@@ -390,7 +390,7 @@ impl Bench {
         );
     }
 
-    fn sum(&self, plan: &Plan, block: u32) -> Content {
+    fn sum(&self, plan: &JobPlan, block: u32) -> Content {
         let mut content = self.accumulator.get(&block).cloned().unwrap_or_default();
         for input in plan.inputs.iter().filter(|input| input.sent.contains(block as usize)) {
             let record = &self.records[&uid(input)];
@@ -401,11 +401,11 @@ impl Bench {
     }
 
     /// What the accumulation under way measures.
-    pub fn measured(&self) -> Option<Quantity> {
+    pub(super) fn measured(&self) -> Option<Quantity> {
         self.measures.as_ref().map(|(quantity, _)| *quantity)
     }
 
-    pub fn accumulate_done(&mut self, ok: bool) {
+    pub(super) fn accumulate_done(&mut self, ok: bool) {
         let Some(contributions) = self.accumulations.pop() else { return };
         let measures = self.measures.take();
         for contribution in &contributions {
@@ -454,7 +454,7 @@ impl Bench {
     }
 
     /// The payloads of these learners are gone, except for those that the shard holds itself.
-    pub fn lose(&mut self, learners: &[LearnerId]) {
+    pub(super) fn lose(&mut self, learners: &[LearnerId]) {
         let needs = |of: &[Arc<Contribution>]| {
             of.iter().any(|c| !self.records[&uid(c)].steady && learners.contains(&c.learner))
         };
@@ -490,7 +490,7 @@ impl Bench {
     }
 
     /// Whether the contribution can no longer be lost.
-    pub fn is_in(&self, uid: Uid) -> bool {
+    pub(super) fn is_in(&self, uid: Uid) -> bool {
         self.accumulated.contains(&uid) || self.versions_of(&[uid]) != [None]
     }
 
@@ -503,7 +503,7 @@ impl Bench {
     }
 
     /// The running plan is done; `buffer` says whether the version after it has a buffer at once.
-    pub fn reduce_done(&mut self, buffer: bool) {
+    pub(super) fn reduce_done(&mut self, buffer: bool) {
         let Some(plan) = self.running.take() else { return };
         let mut version = BTreeMap::new();
         if let Work::Reduce { step, tensors, groups, factors, fresh_state, .. } = &plan.work {
@@ -563,21 +563,21 @@ impl Bench {
 
     /// The running plan is done, and this commit is answered.
     #[track_caller]
-    pub fn answers(&mut self, ticket: Ticket) {
+    pub(super) fn answers(&mut self, ticket: Ticket) {
         self.reduce_done(true);
         assert!(ok(self, ticket));
     }
 
     /// The running plan is done, and its version is the first to have these contributions.
     #[track_caller]
-    pub fn makes(&mut self, version: u64, of: &[Uid]) {
+    pub(super) fn makes(&mut self, version: u64, of: &[Uid]) {
         self.reduce_done(true);
         assert_eq!(self.versions_of(of), vec![Some(Version(version)); of.len()]);
     }
 
     /// The running plan comes upon NaN in the first contribution whose commit can be taken back; false when there is
     /// none.
-    pub fn reduce_refused(&mut self) -> bool {
+    pub(super) fn reduce_refused(&mut self) -> bool {
         let Some(plan) = &self.running else { return false };
         let Some(bad) = plan.inputs.iter().find(|input| !self.records[&uid(input)].steady) else {
             return false;
@@ -613,13 +613,13 @@ impl Bench {
     }
 
     /// The mark of the tensors that are averaged now.
-    pub fn averaged(&self) -> AveragedMark {
+    pub(super) fn averaged(&self) -> AveragedMark {
         let (reducer, _, of_tensors) = self.core.params();
         of_tensors.averaged(reducer)
     }
 
     /// A contribution that was begun with the tensors averaged that are averaged now.
-    pub fn commit(
+    pub(super) fn commit(
         &mut self,
         learner: LearnerId,
         step: Step,
@@ -656,7 +656,7 @@ impl Bench {
     }
 
     /// Commits a contribution to all blocks that was begun with these tensors averaged.
-    pub fn commit_begun_with(
+    pub(super) fn commit_begun_with(
         &mut self,
         averaged: AveragedMark,
         learner: LearnerId,
@@ -670,7 +670,7 @@ impl Bench {
     }
 
     /// Commits a contribution to all blocks, from a learner that had opened this version last.
-    pub fn commit_from(&mut self, learner: LearnerId, base: Option<u64>) -> Ticket {
+    pub(super) fn commit_from(&mut self, learner: LearnerId, base: Option<u64>) -> Ticket {
         self.base = base.map(Version);
         let (step, uid) = (self.open(learner).unwrap().step, self.uid());
         let ticket = self.commit(learner, step, uid, blocks(0..BLOCKS), true, 1_000);
@@ -678,32 +678,32 @@ impl Bench {
         ticket
     }
 
-    pub fn assign(&mut self, timeout: u64) -> Ticket {
+    pub(super) fn assign(&mut self, timeout: u64) -> Ticket {
         let (ticket, deadline) = self.ticket(timeout, None);
         self.call(|core, now, actions| core.assign(ticket, payload(0), deadline, now, actions));
         ticket
     }
 
     /// The write of `weights` under way has failed.
-    pub fn assign_failed(&mut self) {
+    pub(super) fn assign_failed(&mut self) {
         self.running = None;
         self.call(|core, now, actions| core.assign_failed(ShardError::Unreachable, now, actions));
     }
 
-    pub fn hold(&mut self) {
+    pub(super) fn hold(&mut self) {
         self.call(|core, now, actions| core.hold(now, actions));
     }
 
-    pub fn release(&mut self) {
+    pub(super) fn release(&mut self) {
         self.call(|core, now, actions| core.release(now, actions));
     }
 
-    pub fn is_waiting(&self, ticket: Ticket) -> bool {
+    pub(super) fn is_waiting(&self, ticket: Ticket) -> bool {
         self.requests.contains_key(&ticket)
     }
 
     /// Lets all work under way end well.
-    pub fn finish_work(&mut self) {
+    pub(super) fn finish_work(&mut self) {
         while !self.accumulations.is_empty() || self.running.is_some() || !self.has_buffer {
             self.accumulate_done(true);
             self.reduce_done(true);
@@ -715,57 +715,57 @@ impl Bench {
 }
 
 /// A learner.
-pub type Id = (LearnerId, Incarnation);
+pub(super) type Id = (LearnerId, Incarnation);
 
 /// A synchronous job of `learners`, in which `names` have joined.
-pub fn job(learners: &str, names: &[&str]) -> (Bench, Vec<Id>) {
+pub(super) fn job(learners: &str, names: &[&str]) -> (Bench, Vec<Id>) {
     joined(Bench::new(&[("learners", learners)]), names)
 }
 
 /// A job of all of these.
-pub fn formed(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
+pub(super) fn formed(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
     let learners = [("learners", &*names.len().to_string())];
     joined(Bench::new(&[&learners, settings].concat()), names)
 }
 
 /// The same, which waits for this long before it accumulates.
-pub fn patient(settings: &[(&str, &str)], names: &[&str], millis: u64) -> (Bench, Vec<Id>) {
+pub(super) fn patient(settings: &[(&str, &str)], names: &[&str], millis: u64) -> (Bench, Vec<Id>) {
     let (bench, ids) = formed(settings, names);
     let core = bench.core.with_accumulate_patience(Now::from_millis(millis));
     (Bench { core, ..bench }, ids)
 }
 
 /// They join.
-pub fn joined(mut bench: Bench, names: &[&str]) -> (Bench, Vec<Id>) {
+pub(super) fn joined(mut bench: Bench, names: &[&str]) -> (Bench, Vec<Id>) {
     let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
     (bench, ids)
 }
 
 /// The same, whose plans begin early.
-pub fn early_job(learners: &str, names: &[&str]) -> (Bench, Vec<Id>) {
+pub(super) fn early_job(learners: &str, names: &[&str]) -> (Bench, Vec<Id>) {
     let (bench, ids) = job(learners, names);
     (bench.in_process(), ids)
 }
 
 /// A new contribution.
-pub fn open(bench: &mut Bench, id: Id) -> (Step, Uid) {
+pub(super) fn open(bench: &mut Bench, id: Id) -> (Step, Uid) {
     (bench.open(id.0).unwrap().step, bench.uid())
 }
 
 /// A contribution to all blocks.
-pub fn everything(bench: &mut Bench, id: Id, steady: bool) -> (Uid, Ticket) {
+pub(super) fn everything(bench: &mut Bench, id: Id, steady: bool) -> (Uid, Ticket) {
     let (step, uid) = open(bench, id);
     (uid, bench.commit(id.0, step, uid, blocks(0..BLOCKS), steady, 1_000))
 }
 
 /// The last contribution that a step waits for, whose plan is done.
-pub fn completes(bench: &mut Bench, id: Id) -> (Uid, Ticket) {
+pub(super) fn completes(bench: &mut Bench, id: Id) -> (Uid, Ticket) {
     let committed = everything(bench, id, true);
     bench.reduce_done(true);
     committed
 }
 
 /// Whether a commit was taken.
-pub fn ok(bench: &Bench, ticket: Ticket) -> bool {
+pub(super) fn ok(bench: &Bench, ticket: Ticket) -> bool {
     bench.replies.get(&ticket) == Some(&Ok(()))
 }

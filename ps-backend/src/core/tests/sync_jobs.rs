@@ -194,7 +194,7 @@ fn a_commit_that_is_being_reduced_at_its_deadline_counts_and_can_be_asked_for() 
 
 #[test]
 fn hyper_parameters_are_frozen_once_a_plan_has_begun() {
-    let rate_and_reducer = |plan: &Plan| match &plan.work {
+    let rate_and_reducer = |plan: &JobPlan| match &plan.work {
         Work::Reduce { step, .. } => (step.hyper.learning_rate, step.reducer),
         _ => panic!(),
     };

@@ -3,7 +3,7 @@
 use libmodelio::vocabulary::ids::{ClientId, PlanId};
 use smallvec::SmallVec;
 
-use super::{PartitionCore, Place, Placement, Running, Sent};
+use super::{PartitionCore, Placement, ReservedPlace, Running, Sent};
 
 /// The clients whose payloads are read in one pass, in the order of addition, and whether each payload must be
 /// checked.
@@ -56,7 +56,7 @@ impl PartitionCore {
     }
 
     /// Reserves a block for a kept payload, with which others are added.
-    pub fn reserve_kept(&mut self, plan: PlanId, block: u32) -> Option<(ClientId, Place)> {
+    pub fn reserve_kept(&mut self, plan: PlanId, block: u32) -> Option<(ClientId, ReservedPlace)> {
         let running = self.running_if(plan)?;
         let at = running.kept.iter().rposition(|kept| kept.contains(block as usize))?;
         running.kept[at].set(block as usize, false);

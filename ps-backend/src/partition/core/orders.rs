@@ -4,7 +4,7 @@ use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::PlanId;
 use libmodelio::wire::Work;
 
-use super::{Action, PartitionCore, PartitionError, Plan, Running, Stage};
+use super::{Action, PartitionCore, PartitionError, PartitionPlan, Running, Stage};
 
 impl PartitionCore {
     /// The coordinator has a new connection, and states that its plans up to `over` are over. The next plan follows
@@ -31,7 +31,7 @@ impl PartitionCore {
     /// [`PartitionError`]. Then nothing has changed.
     pub fn start(
         &mut self,
-        plan: Plan,
+        plan: PartitionPlan,
         insists: bool,
         actions: &mut Vec<Action>,
     ) -> Result<(), PartitionError> {
@@ -117,7 +117,7 @@ impl PartitionCore {
     }
 
     /// Seals the running plan: its sources and their blocks are known now.
-    fn seal(&mut self, plan: Plan, actions: &mut Vec<Action>) {
+    fn seal(&mut self, plan: PartitionPlan, actions: &mut Vec<Action>) {
         let Some(running) = &mut self.running else { return };
         let id = plan.id;
         running.vouched = true;
@@ -185,7 +185,7 @@ impl PartitionCore {
     }
 
     /// Nothing is left to do for a plan that counts.
-    pub(super) fn is_concluded(&mut self, plan: &Plan, actions: &mut Vec<Action>) {
+    pub(super) fn is_concluded(&mut self, plan: &PartitionPlan, actions: &mut Vec<Action>) {
         let id = plan.id;
         if plan.work.makes_version() {
             self.version = self.version.next();
@@ -225,7 +225,7 @@ impl PartitionCore {
         Ok(())
     }
 
-    fn fits(&self, plan: &Plan) -> Result<(), PartitionError> {
+    fn fits(&self, plan: &PartitionPlan) -> Result<(), PartitionError> {
         if plan.base != self.version {
             return Err(PartitionError::Base { plan: plan.id, base: plan.base, version: self.version });
         }
@@ -237,7 +237,7 @@ impl PartitionCore {
 }
 
 /// For each block, the number of payloads.
-fn wanted(plan: &Plan, blocks: usize) -> Vec<u32> {
+fn wanted(plan: &PartitionPlan, blocks: usize) -> Vec<u32> {
     let mut wanted = vec![0; blocks];
     for block in plan.sources.iter().flat_map(|source| source.blocks.ones()) {
         wanted[block] += 1;

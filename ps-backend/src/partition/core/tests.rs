@@ -11,7 +11,7 @@ const ONE: PlanId = PlanId(1);
 const TWO: PlanId = PlanId(2);
 
 const fn place(first: bool, last: bool) -> Placement {
-    Placement::Ready(Place { first, last, check: true, kept: false })
+    Placement::Ready(ReservedPlace { first, last, check: true, kept: false })
 }
 const SENT: Sent = Sent { lies: false, ahead: false };
 const LIES: Sent = Sent { lies: true, ahead: false };
@@ -62,7 +62,7 @@ impl Bench {
         Bench { core: PartitionCore::new(3, Version(4)) }
     }
 
-    fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> Plan {
+    fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> PartitionPlan {
         let work = match kind {
             Kind::Add => Work::Add { combine: Combine::Sum },
             Kind::Reduce => Work::Reduce {
@@ -74,7 +74,7 @@ impl Bench {
             },
             Kind::Assign => Work::Assign { token: 0 },
         };
-        Plan { id, work, base: Version(4), sources, ordered: false, in_place: false }
+        PartitionPlan { id, work, base: Version(4), sources, ordered: false, in_place: false }
     }
 
     /// The actions that `f` causes.
@@ -85,7 +85,7 @@ impl Bench {
     }
 
     /// Starts a plan that has its memory; returns the actions that follow.
-    fn begin(&mut self, plan: Plan) -> Vec<Action> {
+    fn begin(&mut self, plan: PartitionPlan) -> Vec<Action> {
         let id = plan.id;
         assert_eq!(self.starts(plan), [Action::Begin(id)]);
         self.begun(id)
@@ -102,7 +102,7 @@ impl Bench {
         error
     }
 
-    fn starts(&mut self, plan: Plan) -> Vec<Action> {
+    fn starts(&mut self, plan: PartitionPlan) -> Vec<Action> {
         self.acts(|core, actions| core.start(plan, false, actions).unwrap())
     }
 
@@ -122,7 +122,13 @@ impl Bench {
         self.acts(|core, actions| core.computed(plan, actions))
     }
 
-    fn ends(&mut self, client: ClientId, plan: PlanId, block: u32, outcome: Outcome) -> Vec<Action> {
+    fn ends(
+        &mut self,
+        client: ClientId,
+        plan: PlanId,
+        block: u32,
+        outcome: ReservationOutcome,
+    ) -> Vec<Action> {
         self.acts(|core, actions| core.end(client, plan, block, outcome, actions))
     }
 
@@ -140,7 +146,7 @@ impl Bench {
     }
 
     fn completes(&mut self, client: ClientId, plan: PlanId, block: u32) -> Vec<Action> {
-        self.ends(client, plan, block, Outcome::Complete)
+        self.ends(client, plan, block, ReservationOutcome::Complete)
     }
 }
 
@@ -192,7 +198,7 @@ fn sums_that_are_measured_are_kept_and_make_no_version() {
         groups: Default::default(),
         quantity: Quantity::Gradient,
     };
-    let plan = Plan { work, ..Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0, 1])]) };
+    let plan = PartitionPlan { work, ..Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0, 1])]) };
     assert_eq!(bench.begin(plan), [Action::Compute(ONE, blocks([2]))], "nobody sends this block");
     assert_eq!(bench.placed(A, ONE, 0), STORE);
     assert_eq!(bench.placed(B, ONE, 0), LAST);
@@ -219,7 +225,7 @@ fn new_values_make_a_version_and_leave_the_other_blocks() {
 fn an_ordered_plan_takes_each_in_its_turn() {
     let mut bench = Bench::new();
     let sources = vec![source(B, [0]), source(A, [0, 1])];
-    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Add, sources) });
+    bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Add, sources) });
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Later, "B comes first");
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), STORE, "it is alone here");
     assert_eq!(bench.placed(B, ONE, 0), STORE);
@@ -244,7 +250,7 @@ fn a_released_payload_can_come_again() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
     bench.core.reserve(A, ONE, 0, SENT);
-    assert_eq!(bench.ends(A, ONE, 0, Outcome::Released), []);
+    assert_eq!(bench.ends(A, ONE, 0, ReservationOutcome::Released), []);
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
     assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
 }
@@ -256,7 +262,7 @@ fn nan_voids_a_plan_until_it_is_dropped() {
     bench.begin(plan.clone());
     bench.core.reserve(A, ONE, 0, SENT);
     let refused = [Action::NonFinite { plan: ONE, client: A, block: 0 }];
-    assert_eq!(bench.ends(A, ONE, 0, Outcome::NonFinite), refused);
+    assert_eq!(bench.ends(A, ONE, 0, ReservationOutcome::NonFinite), refused);
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Unwanted);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
     // The coordinator asks again: the answer may be lost.
@@ -272,7 +278,7 @@ fn a_payload_that_may_have_changed_while_it_was_read_is_in_no_plan() {
     bench.comes(A, ONE, 0);
     bench.core.reserve(A, ONE, 1, SENT);
     bench.core.reserve(A, ONE, 2, SENT);
-    assert_eq!(bench.ends(A, ONE, 1, Outcome::Torn), [Action::Torn(ONE)]);
+    assert_eq!(bench.ends(A, ONE, 1, ReservationOutcome::Torn), [Action::Torn(ONE)]);
     // Further payloads make it no better, and nothing more is wanted.
     assert_eq!(bench.completes(A, ONE, 2), []);
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Unwanted);
@@ -292,7 +298,7 @@ fn a_dropped_plan_is_void_when_no_reservation_of_it_is_left() {
     assert!(bench.core.wants(ONE));
     assert_eq!(bench.drops(ONE), [Action::Abandon(ONE)]);
     assert!(!bench.core.wants(ONE));
-    assert_eq!(bench.ends(A, ONE, 0, Outcome::Released), []);
+    assert_eq!(bench.ends(A, ONE, 0, ReservationOutcome::Released), []);
     assert_eq!(bench.completes(A, ONE, 1), GONE);
     assert_eq!(bench.drops(ONE), [Action::Done(ONE)], "said again");
 }
@@ -308,7 +314,7 @@ fn clients_are_silent_until_a_payload_of_the_plan_has_come() {
     assert_eq!(bench.core.silent(TWO), None);
     // Also if the plan is dropped because a payload was not whole.
     bench.core.reserve(A, ONE, 0, SENT);
-    bench.ends(A, ONE, 0, Outcome::Torn);
+    bench.ends(A, ONE, 0, ReservationOutcome::Torn);
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 2)]));
     bench.drops(ONE);
     assert_eq!(bench.core.silent(ONE), None, "a repeated order says it no more");
@@ -319,7 +325,7 @@ fn whoever_has_sent_what_is_not_finite_is_not_silent() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
     bench.core.reserve(A, ONE, 1, SENT);
-    bench.ends(A, ONE, 1, Outcome::NonFinite);
+    bench.ends(A, ONE, 1, ReservationOutcome::NonFinite);
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 1)]));
 }
 
@@ -327,7 +333,7 @@ fn whoever_has_sent_what_is_not_finite_is_not_silent() {
 fn where_the_order_of_clients_counts_only_the_first_is_silent() {
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
-    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+    bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 1)]));
     bench.comes(A, ONE, 0);
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 1)]), "the third one may wait for the second");
@@ -408,7 +414,7 @@ fn a_plan_of_a_false_coordinator_makes_way_for_the_true_ones() {
         |core: &mut PartitionCore, actions: &mut Vec<Action>| core.start(plan.clone(), false, actions);
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Abandon(ONE)]);
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [], "a block of it is reserved");
-    assert_eq!(bench.ends(A, ONE, 0, Outcome::Released), [Action::Void(ONE)]);
+    assert_eq!(bench.ends(A, ONE, 0, ReservationOutcome::Released), [Action::Void(ONE)]);
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Begin(ONE)]);
     bench.begun(ONE);
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), Placement::Unwanted);
@@ -445,18 +451,18 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
 #[test]
 fn contradictions_are_refused_and_change_nothing() {
     let mut bench = Bench::new();
-    let mut start = |plan: Plan| {
+    let mut start = |plan: PartitionPlan| {
         let mut actions = Vec::new();
         let result = bench.core.start(plan, false, &mut actions);
         assert_eq!(actions, []);
         result
     };
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
-    let other = Plan { base: Version(7), ..plan.clone() };
+    let other = PartitionPlan { base: Version(7), ..plan.clone() };
     let error = PartitionError::Base { plan: ONE, base: Version(7), version: Version(4) };
     assert_eq!(start(other), Err(error));
     let wide = Source { client: A, blocks: FixedBitSet::with_capacity(9), check: true, provisional: false };
-    assert_eq!(start(Plan { sources: vec![wide], ..plan.clone() }), Err(PartitionError::Shape(ONE)));
+    assert_eq!(start(PartitionPlan { sources: vec![wide], ..plan.clone() }), Err(PartitionError::Shape(ONE)));
     assert_eq!(bench.core.running(), None);
 
     let mut actions = Vec::new();
@@ -470,7 +476,7 @@ fn contradictions_are_refused_and_change_nothing() {
 }
 
 /// A plan whose source `client` may send any block.
-fn provisional(id: PlanId, client: ClientId) -> Plan {
+fn provisional(id: PlanId, client: ClientId) -> PartitionPlan {
     Bench::plan(id, Kind::Reduce, vec![open(client)])
 }
 
@@ -576,7 +582,7 @@ fn only_the_plan_that_has_begun_can_be_sealed() {
 
 /// A payload that goes in one pass with others, which are kept.
 const fn together(last: bool) -> Placement {
-    Placement::Ready(Place { first: true, last, check: true, kept: true })
+    Placement::Ready(ReservedPlace { first: true, last, check: true, kept: true })
 }
 
 fn taken(clients: impl IntoIterator<Item = ClientId>) -> Taken {
@@ -625,7 +631,7 @@ fn a_kept_payload_that_is_gone_can_come_again() {
 fn in_an_ordered_plan_what_is_kept_goes_before_what_follows_it() {
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
-    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+    bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
     assert_eq!(bench.core.reserve(C, ONE, 0, LIES), Placement::Keep, "though it is not its turn");
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), Placement::Later, "A comes first");
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
@@ -634,7 +640,7 @@ fn in_an_ordered_plan_what_is_kept_goes_before_what_follows_it() {
 
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
-    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+    bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), together(false));
     assert_eq!(bench.core.take_kept(B, ONE, 0), Ok((taken([A, B]), false)));
@@ -654,7 +660,7 @@ fn an_ordered_plan_is_torn_if_a_kept_payload_goes_that_was_to_be_added_before() 
     ] {
         let mut bench = Bench::new();
         let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
-        bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+        bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
         let others = [A, B, C].into_iter().filter(|of| *of != by && (last || *of == A));
         for of in others {
             assert_eq!(bench.core.reserve(of, ONE, 0, LIES), Placement::Keep);
@@ -663,7 +669,7 @@ fn an_ordered_plan_is_torn_if_a_kept_payload_goes_that_was_to_be_added_before() 
         bench.core.is_gone(gone, ONE, 0);
         assert_eq!(bench.core.take_kept(by, ONE, 0), outcome, "{by} without {gone}");
         if outcome.is_err() {
-            assert_eq!(bench.ends(by, ONE, 0, Outcome::Torn), [Action::Torn(ONE)]);
+            assert_eq!(bench.ends(by, ONE, 0, ReservationOutcome::Torn), [Action::Torn(ONE)]);
         }
     }
 }
@@ -683,7 +689,7 @@ fn kept_payloads_are_gathered_when_nothing_else_comes_for_their_block() {
     assert_eq!((client, Placement::Ready(place)), (A, ALONE));
     assert_eq!(bench.core.reserve_kept(ONE, 0), None);
     assert_eq!(bench.completes(A, ONE, 0), []);
-    assert_eq!(bench.ends(B, ONE, 1, Outcome::Released), []);
+    assert_eq!(bench.ends(B, ONE, 1, ReservationOutcome::Released), []);
     assert_eq!(bench.core.reserve(B, ONE, 1, LIES), together(true));
 }
 
@@ -718,7 +724,7 @@ fn a_reader_gets_blocks_as_they_are_computed_and_all_of_them_once_the_version_co
     assert_eq!(bench.comes(A, ONE, 2), [Action::Ready(ONE)]);
     bench.concludes(ONE);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)));
-    bench.begin(Plan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
+    bench.begin(PartitionPlan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)));
     bench.computed(TWO);
     bench.comes(A, TWO, 0);
@@ -739,7 +745,7 @@ fn a_reader_gets_nothing_of_a_plan_that_is_refused_dropped_or_makes_no_version()
     bench.comes(A, ONE, 0);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Computed(0));
     bench.core.reserve(A, ONE, 1, SENT);
-    bench.ends(A, ONE, 1, Outcome::NonFinite);
+    bench.ends(A, ONE, 1, ReservationOutcome::NonFinite);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Over);
     bench.drops(ONE);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Over);
@@ -759,7 +765,7 @@ fn readers_are_told_when_a_block_is_computed_and_not_whenever_payload_comes() {
     bench.comes(A, ONE, 0);
     assert!(!bench.core.has_news_for_readers(), "the block is not computed");
     bench.core.reserve(B, ONE, 0, SENT);
-    bench.ends(B, ONE, 0, Outcome::Released);
+    bench.ends(B, ONE, 0, ReservationOutcome::Released);
     assert!(!bench.core.has_news_for_readers(), "it has not come");
     bench.core.reserve(B, ONE, 0, SENT);
     assert!(!bench.core.has_news_for_readers());
@@ -772,7 +778,7 @@ fn readers_are_told_when_a_block_is_computed_and_not_whenever_payload_comes() {
     assert!(bench.core.has_news_for_readers());
     bench.concludes(ONE);
     assert!(bench.core.has_news_for_readers());
-    bench.begin(Plan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
+    bench.begin(PartitionPlan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
     assert!(!bench.core.has_news_for_readers());
     bench.drops(TWO);
     assert!(bench.core.has_news_for_readers());
@@ -815,8 +821,8 @@ fn a_plan_that_another_process_has_replaced_is_not_computed_a_second_time() {
 }
 
 /// A plan whose version changes state in place.
-fn in_place(kind: Kind, sources: Vec<Source>) -> Plan {
-    Plan { in_place: true, ..Bench::plan(ONE, kind, sources) }
+fn in_place(kind: Kind, sources: Vec<Source>) -> PartitionPlan {
+    PartitionPlan { in_place: true, ..Bench::plan(ONE, kind, sources) }
 }
 
 #[test]

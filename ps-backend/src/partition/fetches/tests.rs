@@ -11,7 +11,9 @@ use libmodelio::wire::Work;
 use proptest::prelude::*;
 
 use super::*;
-use crate::partition::core::{Action, Outcome, PartitionCore, Place, Placement, Plan, Sent, Source};
+use crate::partition::core::{
+    Action, PartitionCore, PartitionPlan, Placement, ReservationOutcome, ReservedPlace, Sent, Source,
+};
 
 const PLAN: PlanId = PlanId(1);
 
@@ -139,7 +141,7 @@ impl Edge<u32, Slot> for Sides<'_> {
             }
             Placement::Duplicate | Placement::Unwanted => Ok(true),
             _ => {
-                self.core.end(self.client, PLAN, block, Outcome::Complete, &mut Vec::new());
+                self.core.end(self.client, PLAN, block, ReservationOutcome::Complete, &mut Vec::new());
                 self.moved = true;
                 Ok(true)
             }
@@ -152,7 +154,7 @@ impl Edge<u32, Slot> for Sides<'_> {
 
     fn fetch_direct(&mut self, &block: &u32) -> Result<bool, Self::Error> {
         let placement = self.core.peek(self.client, PLAN, block, Sent::default());
-        let is_first = matches!(placement, Placement::Ready(Place { first: true, last: false, .. }));
+        let is_first = matches!(placement, Placement::Ready(ReservedPlace { first: true, last: false, .. }));
         if !self.shared.direct || !is_first {
             return Ok(false);
         }
@@ -207,7 +209,8 @@ impl World {
                 factors: Default::default(),
                 fresh_state: false,
             };
-            let plan = Plan { id: PLAN, work, base: Version(0), sources, ordered: true, in_place: false };
+            let plan =
+                PartitionPlan { id: PLAN, work, base: Version(0), sources, ordered: true, in_place: false };
             let mut actions = Vec::new();
             core.start(plan, false, &mut actions).unwrap();
             assert_eq!(actions, [Action::Begin(PLAN)]);
@@ -238,7 +241,13 @@ impl World {
         let (model, is_direct) = (connection.model, slot.is_none());
         connection.fetches.came(slot);
         if is_direct {
-            self.cores[model].end(connection.client, PLAN, block, Outcome::Complete, &mut Vec::new());
+            self.cores[model].end(
+                connection.client,
+                PLAN,
+                block,
+                ReservationOutcome::Complete,
+                &mut Vec::new(),
+            );
             let others = self.connections.iter_mut().filter(|other| other.model == model);
             others.for_each(|other| other.woken |= other.of.waits_for_core);
             return;

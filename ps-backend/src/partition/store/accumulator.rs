@@ -204,7 +204,7 @@ pub(super) fn within(segment: &Segment, start: u64, range: &Range<u32>) -> Optio
 }
 
 /// The length of a wide payload of `block`.
-pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
+pub(super) fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
     layout
         .segments(block)
         .iter()

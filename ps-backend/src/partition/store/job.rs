@@ -76,7 +76,7 @@ pub struct BlockInput<'a> {
 }
 
 /// The sums of a block, the sealed one first, each with the ranges that it holds if that is not all.
-pub(super) type Held<'a> = SmallVec<[(&'a Accumulator, Option<Vec<Range<u32>>>); 2]>;
+pub(super) type BlockSums<'a> = SmallVec<[(&'a Accumulator, Option<Vec<Range<u32>>>); 2]>;
 
 /// The right to work on a block.
 pub(super) struct Claim<'a>(&'a AtomicU8);
@@ -242,7 +242,7 @@ impl PartitionJob {
     }
 
     /// The sums of a claimed block.
-    pub(super) fn sums_of(&self, block: BlockId, claim: &Claim<'_>) -> Held<'_> {
+    pub(super) fn sums_of(&self, block: BlockId, claim: &Claim<'_>) -> BlockSums<'_> {
         let sealed = self.sums.sealed(block).map(|sum| (sum, self.sums.sealed_written(block)));
         let open = claim.holds().then(|| (self.open(block), self.sums.open_written(block)));
         sealed.into_iter().chain(open).collect()

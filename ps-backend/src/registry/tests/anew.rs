@@ -27,7 +27,7 @@ fn restore(core: &mut RegistryCore, record: &ModelRecord, shards: &[(u16, &str)]
 }
 
 fn holding(core: &mut RegistryCore, lives: &[(&str, u64)], deleted: &[(&str, u64)]) -> Vec<Fate> {
-    let held = lives.iter().map(|&(name, generation)| Held {
+    let held = lives.iter().map(|&(name, generation)| HeldPartition {
         model: name.to_owned(),
         generation: Generation(generation),
         epoch: Epoch(1),

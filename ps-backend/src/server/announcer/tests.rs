@@ -32,12 +32,12 @@ fn the_status_of_a_shard_and_its_announcer_do_not_wait_for_each_other() {
     let (done, both) = channel();
     let (announcer, announced) = (Arc::clone(&server.shared), done.clone());
     std::thread::spawn(move || {
-        let outcome = (0..TIMES).try_for_each(|_| announcer.report_to_registry());
+        let outcome = (0..TIMES).try_for_each(|_| report_to_registry(&announcer));
         announced.send(outcome.is_ok()).unwrap();
     });
     let asker = Arc::clone(&server.shared);
     std::thread::spawn(move || {
-        done.send((0..TIMES).all(|_| asker.status()["not_listed"].is_null())).unwrap();
+        done.send((0..TIMES).all(|_| crate::server::admin::status(&asker)["not_listed"].is_null())).unwrap();
     });
     for _ in 0..2 {
         assert_eq!(both.recv_timeout(Duration::from_secs(600)), Ok(true));

@@ -7,14 +7,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use libmodelio::transport::frames::Outgoing;
-use libmodelio::transport::local::{End, Granted, Mail};
-use libmodelio::transport::stream::Piece;
+use libmodelio::transport::local::{Granted, Mail, MailboxEnd};
+use libmodelio::transport::stream::LentPayload;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
-use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, Step, Version};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, Step, Version};
 use libmodelio::wire::{self, JobState, MAX_SMALL_MODEL, Message};
 
-use super::{Coordinator, CoordinatorState, Way};
-use crate::server::partition::Partition;
+use super::{Coordinator, CoordinatorState, ShardRoute};
 
 /// The most bytes of blocks that wait for their grants.
 const MAX_WAITING_BYTES: usize = 64 << 20;
@@ -83,7 +82,7 @@ impl Coordinator {
     pub(super) fn is_small(&self) -> bool {
         let here = self.here.upgrade();
         here.is_some_and(|here| here.model_bytes() <= u64::from(MAX_SMALL_MODEL))
-            && matches!(self.ways[..], [Way::Here])
+            && matches!(self.ways[..], [ShardRoute::Here])
     }
 
     /// Blocks have come with a commit. The sender has left their checksum out.
@@ -101,7 +100,7 @@ impl Coordinator {
         message: &Message,
     ) -> bool {
         let Some(granted) = state.small.granted(client, message) else { return false };
-        self.mailbox.put(End::Coordinator, End::Partition, Mail::Granted(granted));
+        self.mailbox.put(MailboxEnd::Coordinator, MailboxEnd::Partition, Mail::Granted(granted));
         true
     }
 
@@ -111,7 +110,7 @@ impl Coordinator {
         state: &mut CoordinatorState,
         client: ClientId,
         sent: &JobState,
-    ) -> Option<Piece> {
+    ) -> Option<LentPayload> {
         let Small { clients, newest, .. } = &mut state.small;
         let before = clients.get_mut(&client).filter(|before| **before < sent.version)?;
         if newest.as_ref().is_none_or(|(version, ..)| *version != sent.version) {
@@ -121,7 +120,7 @@ impl Coordinator {
             *newest = Some((sent.version, Arc::new(bytes), crc));
         }
         *before = sent.version;
-        newest.as_ref().map(|(_, bytes, crc)| Piece::shared(bytes, *crc))
+        newest.as_ref().map(|(_, bytes, crc)| LentPayload::shared(bytes, *crc))
     }
 
     /// The partition has not taken blocks that came with a commit: the client sends them.
@@ -130,20 +129,5 @@ impl Coordinator {
         if let Some(link) = self.state.lock().clients.get(&client) {
             link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(0, *grant) });
         }
-    }
-}
-
-impl Partition {
-    /// Takes blocks that came with a commit, which is granted now. False if the client must send them.
-    pub(in crate::server) fn granted(self: &Arc<Partition>, granted: &Granted) -> bool {
-        let Granted { client, plan, blocks, bytes, .. } = granted;
-        let mut left = &bytes[..];
-        for block in blocks.iter().cloned().flatten() {
-            let taken = self.push_with_commit(*client, *plan, BlockId(block), &mut left);
-            if !taken.unwrap_or(false) {
-                return false;
-            }
-        }
-        left.is_empty()
     }
 }

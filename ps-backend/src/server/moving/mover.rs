@@ -9,14 +9,15 @@ use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::RegistryError;
 use libmodelio::vocabulary::ids::{Generation, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{Fate, Message, ModelRecord, Refusal, RegistryAnswer, RegistryRequest};
+use libmodelio::wire::{Fate, Message, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord};
 use parking_lot::MutexGuard;
 
 use crate::moving::{
     self, ANSWER_TIMEOUT, Answers, Edge, Ends, JobFacts, MovePlan, Now, Order, Progress, PutError,
 };
 use crate::server::coordinator::{Coordinator, Moving};
-use crate::server::peer_shard::{PeerShard, ask_all};
+use crate::server::models;
+use crate::server::peer_shard::{AnswersHere, PeerShard, ask_all};
 use crate::server::shared::Shared;
 use crate::server::unsent::AdminAnswer;
 
@@ -41,37 +42,41 @@ struct Mover<'a> {
 /// Called when it is over.
 type Answer = Box<dyn FnOnce(AdminAnswer) + Send>;
 
-impl Shared {
-    /// Begins to move a model's blocks off a shard, in so much time and holding the job no longer than that; `answer` is
-    /// called when it is over.
-    pub(in crate::server) fn move_model(
-        self: &Arc<Shared>,
-        model: &str,
-        generation: Generation,
-        off: ShardId,
-        (timeout, hold): (Duration, Option<Duration>),
-        answer: impl FnOnce(AdminAnswer) + Send + 'static,
-    ) -> Result<(), Refusal> {
-        let coordinator = self.coordinator_of(model, generation)?;
-        // Before the registry is asked: whoever wants to stop it finds it from here on.
-        let moving = coordinator.moves.begin(off)?;
-        let shared = Arc::clone(self);
-        let moves = move || run(&shared, &coordinator, off, moving, timeout, hold, Box::new(answer));
-        let spawned = std::thread::Builder::new().name("mover".into()).spawn(moves);
-        spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to move it: {error}")))
-    }
+/// Begins to move a model's blocks off a shard, in so much time and holding the job no longer than that; `answer` is
+/// called when it is over.
+pub(in crate::server) fn move_model(
+    shared: &Arc<Shared>,
+    model: &str,
+    generation: Generation,
+    off: ShardId,
+    times: (Duration, Option<Duration>),
+    here: AnswersHere,
+    answer: impl FnOnce(AdminAnswer) + Send + 'static,
+) -> Result<(), Refusal> {
+    let coordinator = models::coordinator_of(shared, model, generation)?;
+    // Before the registry is asked: whoever wants to stop it finds it from here on.
+    let moving = coordinator.moves.begin(off)?;
+    let shared = Arc::clone(shared);
+    let moves = move || run(&shared, &coordinator, off, times, here, (moving, Box::new(answer)));
+    let spawned = std::thread::Builder::new().name("mover".into()).spawn(moves);
+    spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to move it: {error}")))
+}
 
-    /// What moves the model off a shard stops, and is waited for; nothing happens if there is nothing, or if the model
-    /// has moved.
-    pub(super) fn stop_move(&self, model: &str, generation: Generation, off: ShardId) -> Result<(), Refusal> {
-        /// Longest wait for a move that is to stop. One that cannot be stopped any more may take longer.
-        const STOPPING: Duration = Duration::from_secs(5);
-        match self.coordinator_of(model, generation)?.moves.stop(off, Instant::now() + STOPPING) {
-            true => Ok(()),
-            false => Err(Refusal::other(
-                "it cannot be stopped any more: the registry was asked to put the new block map in force, or has done so",
-            )),
-        }
+/// What moves the model off a shard stops, and is waited for; nothing happens if there is nothing, or if the model
+/// has moved.
+pub(super) fn stop_move(
+    shared: &Shared,
+    model: &str,
+    generation: Generation,
+    off: ShardId,
+) -> Result<(), Refusal> {
+    /// Longest wait for a move that is to stop. One that cannot be stopped any more may take longer.
+    const STOPPING: Duration = Duration::from_secs(5);
+    match models::coordinator_of(shared, model, generation)?.moves.stop(off, Instant::now() + STOPPING) {
+        true => Ok(()),
+        false => Err(Refusal::other(
+            "it cannot be stopped any more: the registry was asked to put the new block map in force, or has done so",
+        )),
     }
 }
 
@@ -79,10 +84,9 @@ fn run(
     shared: &Arc<Shared>,
     coordinator: &Arc<Coordinator>,
     off: ShardId,
-    moving: Moving,
-    timeout: Duration,
-    hold: Option<Duration>,
-    answer: Answer,
+    (timeout, hold): (Duration, Option<Duration>),
+    here: AnswersHere,
+    (moving, answer): (Moving, Answer),
 ) {
     let deadline = coordinator.now() + timeout;
     let alone = coordinator.moves.alone.try_lock_for(SNAPSHOT_PATIENCE);
@@ -100,7 +104,8 @@ fn run(
             return answer(Err(refusal));
         }
     };
-    let peers = plan.shards.iter().map(|record| (record.shard, Arc::new(PeerShard::new(record)))).collect();
+    let peer = |record: &ShardRecord| (record.shard, Arc::new(PeerShard::new(record, here)));
+    let peers = plan.shards.iter().map(peer).collect();
     let asker = Some((moving, alone, answer));
     let mut mover = Mover { shared, coordinator, plan: &plan, peers, asker };
     moving::run(&mut mover, &plan, deadline, hold);

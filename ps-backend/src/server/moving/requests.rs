@@ -7,7 +7,10 @@ use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, ShardId};
 use libmodelio::wire::{Message, Moved, Refusal};
 
 use super::incoming::{IncomingPartition, epoch_before};
+use super::{mover, switching};
+use crate::server::capturing;
 use crate::server::errands::ErrandKind;
+use crate::server::models;
 use crate::server::partition::Partition;
 use crate::server::shared::Shared;
 use crate::server::unsent::AdminAnswer;
@@ -41,79 +44,82 @@ pub(in crate::server) fn kind_of(message: &Message) -> ErrandKind {
     }
 }
 
-impl Shared {
-    /// Answers a request between shards. This may take time.
-    pub(in crate::server) fn between_shards(
-        self: &Arc<Shared>,
-        message: Message,
-        payload: &[u8],
-    ) -> AdminAnswer {
-        let done = |()| (Message::Done, None);
-        match message {
-            Message::Prepare { attempt, off } => self.prepare((attempt, off), payload).map(done),
-            Message::Fill { generation, attempt, version, reducer } => {
-                let incoming = self.incoming(generation, attempt)?;
-                incoming.fill(version, reducer)?;
-                let (blocks, of) = incoming.progress()?;
-                Ok((Message::Filled { blocks, of }, None))
-            }
-            Message::Fetch { generation, epoch, version, block, what } => {
-                let bytes = self.partition_of(generation)?.1.kept(epoch, version, block, what)?;
-                Ok((Message::Fetched, Some(bytes)))
-            }
-            Message::HandOver { generation, attempt, at, of, now } => {
-                let incoming = self.incoming(generation, attempt)?;
-                incoming.hand_over(at, of, Duration::from_nanos(now), payload).map(done)
-            }
-            Message::Switch => self.switch(payload).map(done),
-            Message::Abandon { generation, attempt } => {
-                self.incoming.abandon(generation, attempt);
-                Ok((Message::Done, None))
-            }
-            Message::StopMove { model, generation, off } => self.stop_move(&model, generation, off).map(done),
-            other => self.of_snapshot(other, payload),
+/// Answers a request between shards. This may take time.
+pub(in crate::server) fn between_shards(
+    shared: &Arc<Shared>,
+    message: Message,
+    payload: &[u8],
+) -> AdminAnswer {
+    let done = |()| (Message::Done, None);
+    match message {
+        Message::Prepare { attempt, off } => prepare(shared, (attempt, off), payload).map(done),
+        Message::Fill { generation, attempt, version, reducer } => {
+            let incoming = incoming_of(shared, generation, attempt)?;
+            incoming.fill(version, reducer)?;
+            let (blocks, of) = incoming.progress()?;
+            Ok((Message::Filled { blocks, of }, None))
         }
-    }
-
-    /// Takes the memory of a partition that is to be. Takes time.
-    fn prepare(&self, (attempt, off): (u64, ShardId), payload: &[u8]) -> Result<(), Refusal> {
-        let moved = Moved::decode(payload).map_err(Refusal::other)?;
-        let (generation, in_force) = (moved.record.generation, epoch_before(&moved.record));
-        let map = moved.record.block_map().map_err(Refusal::other)?;
-        self.incoming.take(generation, (attempt, in_force), || {
-            // From here on the number stays.
-            let me = self.identity.number();
-            let blocks: Vec<BlockId> = map.blocks_of(me).collect();
-            let before = self.partition_in_force(&moved.record.name, generation, in_force)?;
-            let record = moved.record.clone();
-            let options = self.of_partitions();
-            let make = || Partition::new(&record, me, &self.executor, options).map_err(Refusal::other);
-            IncomingPartition::new((attempt, off), moved, before, (&blocks, make))
-        })
-    }
-
-    /// The partition under the block map in force, if this shard has one.
-    fn partition_in_force(
-        &self,
-        name: &str,
-        generation: Generation,
-        got: Epoch,
-    ) -> Result<Option<Arc<Partition>>, Refusal> {
-        match self.models.lock().get(name) {
-            Some(model) if model.generation != generation => Err(Refusal::Exists(name.to_owned())),
-            Some(model) if model.partition.epoch != got => {
-                Err(Refusal::Epoch { expected: model.partition.epoch, got })
-            }
-            found => Ok(found.map(|model| Arc::clone(&model.partition))),
+        Message::Fetch { generation, epoch, version, block, what } => {
+            let bytes = models::partition_of(shared, generation)?.1.kept(epoch, version, block, what)?;
+            Ok((Message::Fetched, Some(bytes)))
         }
+        Message::HandOver { generation, attempt, at, of, now } => {
+            let incoming = incoming_of(shared, generation, attempt)?;
+            incoming.hand_over(at, of, Duration::from_nanos(now), payload).map(done)
+        }
+        Message::Switch => switching::switch(shared, payload).map(done),
+        Message::Abandon { generation, attempt } => {
+            shared.incoming.abandon(generation, attempt);
+            Ok((Message::Done, None))
+        }
+        Message::StopMove { model, generation, off } => {
+            mover::stop_move(shared, &model, generation, off).map(done)
+        }
+        other => capturing::of_snapshot(shared, other, payload, between_shards),
     }
+}
 
-    /// The partition that comes by this attempt.
-    fn incoming(&self, generation: Generation, attempt: u64) -> Result<Arc<IncomingPartition>, Refusal> {
-        let incoming = self.incoming.of(generation).filter(|incoming| incoming.attempt == attempt);
-        incoming
-            .ok_or_else(|| Refusal::other("this shard does not take part in the move, or was started anew"))
+/// Takes the memory of a partition that is to be. Takes time.
+fn prepare(shared: &Shared, (attempt, off): (u64, ShardId), payload: &[u8]) -> Result<(), Refusal> {
+    let moved = Moved::decode(payload).map_err(Refusal::other)?;
+    let (generation, in_force) = (moved.record.generation, epoch_before(&moved.record));
+    let map = moved.record.block_map().map_err(Refusal::other)?;
+    shared.incoming.take(generation, (attempt, in_force), || {
+        // From here on the number stays.
+        let me = shared.identity.number();
+        let blocks: Vec<BlockId> = map.blocks_of(me).collect();
+        let before = partition_in_force(shared, &moved.record.name, generation, in_force)?;
+        let record = moved.record.clone();
+        let options = shared.of_partitions();
+        let make = || Partition::new(&record, me, &shared.executor, options).map_err(Refusal::other);
+        IncomingPartition::new((attempt, off), moved, before, (&blocks, make))
+    })
+}
+
+/// The partition under the block map in force, if this shard has one.
+fn partition_in_force(
+    shared: &Shared,
+    name: &str,
+    generation: Generation,
+    got: Epoch,
+) -> Result<Option<Arc<Partition>>, Refusal> {
+    match shared.models.lock().get(name) {
+        Some(model) if model.generation != generation => Err(Refusal::Exists(name.to_owned())),
+        Some(model) if model.partition.epoch != got => {
+            Err(Refusal::Epoch { expected: model.partition.epoch, got })
+        }
+        found => Ok(found.map(|model| Arc::clone(&model.partition))),
     }
+}
+
+/// The partition that comes by this attempt.
+fn incoming_of(
+    shared: &Shared,
+    generation: Generation,
+    attempt: u64,
+) -> Result<Arc<IncomingPartition>, Refusal> {
+    let incoming = shared.incoming.of(generation).filter(|incoming| incoming.attempt == attempt);
+    incoming.ok_or_else(|| Refusal::other("this shard does not take part in the move, or was started anew"))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::frames::{Link, Outgoing};
-use libmodelio::transport::stream::{Guard, Piece};
+use libmodelio::transport::stream::{Guard, LentPayload};
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
@@ -126,7 +126,7 @@ impl Partition {
         let Some(block) = self.store.partition().global(local) else { return Followed::Over };
         let (crc, guard) = (self.checksum.or_none(|| early.checksum()), Arc::new(early));
         // SAFETY: the bytes of an early block do not change while it lives, and the guard keeps it.
-        let piece = unsafe { Piece::new(guard.bytes(), crc, Arc::clone(&guard) as Guard) };
+        let piece = unsafe { LentPayload::new(guard.bytes(), crc, Arc::clone(&guard) as Guard) };
         self.store.tally().moved(Flow::Pull, guard.bytes().len());
         let message = Message::BlockAhead { plan, block };
         Followed::Block(Outgoing { message, request: 0, epoch: self.epoch, payload: Some(piece) })
@@ -175,7 +175,7 @@ impl Partition {
         let crc = self.checksum.or_none(|| version.checksum(local));
         let guard = Arc::clone(version) as Guard;
         // SAFETY: a pinned version's bytes do not change, and the guard pins it.
-        let piece = unsafe { Piece::new(version.block(local), crc, guard) };
+        let piece = unsafe { LentPayload::new(version.block(local), crc, guard) };
         self.store.tally().moved(Flow::Pull, version.block(local).len());
         let message = Message::Block { version: version.version(), block };
         Some(Outgoing { message, request: 0, epoch: self.epoch, payload: Some(piece) })

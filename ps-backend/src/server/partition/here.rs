@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use libmodelio::transport::local::{End, Mail, Pushed, SharedBlock, SharedPayload};
+use libmodelio::transport::local::{Mail, MailboxEnd, Pushed, SharedBlock, SharedPayload};
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::Version;
 use smallvec::SmallVec;
@@ -14,7 +14,7 @@ use crate::partition::store::{BlockInput, Limits, PartitionStore, Payload, Pinne
 
 /// The partition's state for a client in this process.
 #[derive(Debug)]
-pub(super) struct Here {
+pub(super) struct HereState {
     /// Whether a block of the client's had to wait, or a version that it wants is still being made.
     pub(super) waits: bool,
     /// Whether the coordinator knows that the next version has a buffer, or will know with the next answer.
@@ -84,7 +84,7 @@ impl PartitionState {
         if std::mem::replace(&mut self.here.has_buffer, ready) != ready
             && let Some(mailbox) = self.mailbox()
         {
-            mailbox.put(End::Partition, End::Coordinator, Mail::Buffer(ready));
+            mailbox.put(MailboxEnd::Partition, MailboxEnd::Coordinator, Mail::Buffer(ready));
         }
         ready
     }
@@ -94,7 +94,7 @@ impl PartitionState {
         if std::mem::take(&mut self.here.waits)
             && let Some(mailbox) = self.mailbox()
         {
-            mailbox.put(End::Partition, End::Client, Mail::Retry);
+            mailbox.put(MailboxEnd::Partition, MailboxEnd::Client, Mail::Retry);
         }
     }
 }

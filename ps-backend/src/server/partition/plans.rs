@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::frames::Link;
-use libmodelio::transport::local::{End, Granted, Mail, Recipient};
+use libmodelio::transport::local::{Granted, Mail, MailboxEnd, Recipient};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use libmodelio::vocabulary::reducer::Combine;
@@ -12,7 +12,7 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{self, Message, Refusal, Work};
 
 use super::{Partition, PartitionState, ToCoordinator};
-use crate::partition::core::{self, Action, Plan, Source, local_blocks};
+use crate::partition::core::{self, Action, PartitionPlan, Source, local_blocks};
 use crate::partition::executor::{Batch, Done, Pass};
 use crate::partition::store::{Making, PartitionError, PartitionJob};
 
@@ -38,12 +38,12 @@ impl From<core::PartitionError> for Refusal {
 
 /// Orders of the coordinator in this process.
 impl Recipient for Partition {
-    fn receive(self: Arc<Partition>, from: End, mail: Mail) {
+    fn receive(self: Arc<Partition>, from: MailboxEnd, mail: Mail) {
         match (from, mail) {
-            (End::Coordinator, Mail::Message(request, message)) => {
+            (MailboxEnd::Coordinator, Mail::Message(request, message)) => {
                 self.from_coordinator(request, message, None);
             }
-            (End::Coordinator, Mail::Granted(granted)) => self.is_granted(granted),
+            (MailboxEnd::Coordinator, Mail::Granted(granted)) => self.is_granted(granted),
             _ => {}
         }
     }
@@ -132,7 +132,7 @@ impl Partition {
         let check = sources.iter().any(|source| source.check);
         let (id, base) = (plan.plan, plan.base);
         let in_place = self.store.changes_in_place(&plan.work);
-        let started = Plan { id, work: plan.work, base, sources, ordered: plan.ordered, in_place };
+        let started = PartitionPlan { id, work: plan.work, base, sources, ordered: plan.ordered, in_place };
         let (before, repeats) = (actions.len(), state.core.running().is_some_and(|(of, _)| of == id));
         let insists = state.coordinated_since.elapsed() >= FORGOTTEN_AFTER;
         state.core.start(started, insists, actions)?;
@@ -361,14 +361,27 @@ impl Partition {
                 return;
             }
         }
-        if self.granted(&granted) {
+        if self.takes_granted(&granted) {
             return;
         }
         let mailbox = self.state.lock().mailbox();
         if let Some(mailbox) = mailbox {
-            mailbox.put(End::Partition, End::Coordinator, Mail::Granted(granted));
+            mailbox.put(MailboxEnd::Partition, MailboxEnd::Coordinator, Mail::Granted(granted));
             mailbox.drain();
         }
+    }
+
+    /// Takes blocks that came with a commit, which is granted now. False if the client must send them.
+    fn takes_granted(self: &Arc<Partition>, granted: &Granted) -> bool {
+        let Granted { client, plan, blocks, bytes, .. } = granted;
+        let mut left = &bytes[..];
+        for block in blocks.iter().cloned().flatten() {
+            let taken = self.push_with_commit(*client, *plan, BlockId(block), &mut left);
+            if !taken.unwrap_or(false) {
+                return false;
+            }
+        }
+        left.is_empty()
     }
 
     /// The executor has computed the blocks that nobody sends.

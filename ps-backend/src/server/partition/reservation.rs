@@ -21,7 +21,7 @@ use libmodelio::wire::{Message, Received, Refusal, Work};
 use smallvec::SmallVec;
 
 use super::{Partition, PartitionState};
-use crate::partition::core::{Outcome, Place, Placement, Sent};
+use crate::partition::core::{Placement, ReservationOutcome, ReservedPlace, Sent};
 use crate::partition::fetches::Turn;
 use crate::partition::store::{self, BlockInput, PartitionError, PartitionJob, Payload};
 use crate::partition::unknown_plan::UnknownPlan;
@@ -121,7 +121,7 @@ pub(in crate::server) struct Reservation {
     partition: Arc<Partition>,
     client: ClientId,
     push: Push,
-    place: Place,
+    place: ReservedPlace,
     /// The ranges that count, if values are replaced and not all of the block was written.
     counts: Option<Vec<Range<u32>>>,
     /// None once the reservation has ended.
@@ -388,13 +388,13 @@ impl Reservation {
         let (pushed, outcome) = match bad {
             _ if !stands => {
                 tracing::debug!(model = %partition.model, %plan, %block, "a payload may have changed while it was read, or has gone");
-                (Pushed::Unwanted, Outcome::Torn)
+                (Pushed::Unwanted, ReservationOutcome::Torn)
             }
-            None => (Pushed::Taken, Outcome::Complete),
-            Some(_) if is_reported => (Pushed::Taken, Outcome::NonFinite),
+            None => (Pushed::Taken, ReservationOutcome::Complete),
+            Some(_) if is_reported => (Pushed::Taken, ReservationOutcome::NonFinite),
             // It was added to others.
-            Some(_) if !self.place.first && !self.place.last => (Pushed::Unwanted, Outcome::Torn),
-            Some(bad) => (Pushed::NonFinite(bad), Outcome::Released),
+            Some(_) if !self.place.first && !self.place.last => (Pushed::Unwanted, ReservationOutcome::Torn),
+            Some(bad) => (Pushed::NonFinite(bad), ReservationOutcome::Released),
         };
         // Together with others, each client has one payload.
         let whose = bad.and_then(|bad| self.together.get(bad)).copied().unwrap_or(self.client);
@@ -434,7 +434,7 @@ impl Reservation {
 
     /// Ends the reservation, and those of the payloads in the same pass. If NaN or Inf was found, `whose` is its
     /// client.
-    fn end(&mut self, outcome: Outcome, whose: ClientId) {
+    fn end(&mut self, outcome: ReservationOutcome, whose: ClientId) {
         // The target is dropped first: once the core knows of the end, others may use the memory.
         self.target = None;
         if self.job.take().is_none() {
@@ -454,7 +454,7 @@ impl Reservation {
         let mut actions = Vec::new();
         for &client in &self.together {
             let outcome = match outcome {
-                Outcome::NonFinite if client != whose => Outcome::Released,
+                ReservationOutcome::NonFinite if client != whose => ReservationOutcome::Released,
                 outcome => outcome,
             };
             state.core.end(client, plan, block.0, outcome, &mut actions);
@@ -465,7 +465,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.end(Outcome::Released, self.client);
+        self.end(ReservationOutcome::Released, self.client);
     }
 }
 

@@ -9,7 +9,7 @@ use super::*;
 #[derive(Default)]
 struct Receiver {
     /// Itself, and whom it answers.
-    answers: Option<(End, End)>,
+    answers: Option<(MailboxEnd, MailboxEnd)>,
     mailbox: OnceLock<Arc<Mailbox>>,
     received: Mutex<Vec<u64>>,
     /// Calls that are under way, of both ends.
@@ -17,7 +17,7 @@ struct Receiver {
 }
 
 impl Recipient for Receiver {
-    fn receive(self: Arc<Self>, from: End, mail: Mail) {
+    fn receive(self: Arc<Self>, from: MailboxEnd, mail: Mail) {
         assert_eq!(self.under_way.fetch_add(1, Ordering::SeqCst), 0, "called from another end's stack");
         let Mail::Message(request, Message::Done) = mail else { panic!("{mail:?}") };
         self.received.lock().push(request);
@@ -33,10 +33,12 @@ impl Recipient for Receiver {
 /// A mailbox with its two ends; `answers` if they answer each other.
 fn ends(answers: bool) -> (Arc<Mailbox>, [Arc<Receiver>; 2]) {
     let under_way = Arc::new(AtomicUsize::new(0));
-    let ends = [(End::Coordinator, End::Partition), (End::Partition, End::Coordinator)].map(|pair| {
-        let under_way = Arc::clone(&under_way);
-        Arc::new(Receiver { answers: answers.then_some(pair), under_way, ..Receiver::default() })
-    });
+    let ends =
+        [(MailboxEnd::Coordinator, MailboxEnd::Partition), (MailboxEnd::Partition, MailboxEnd::Coordinator)]
+            .map(|pair| {
+                let under_way = Arc::clone(&under_way);
+                Arc::new(Receiver { answers: answers.then_some(pair), under_way, ..Receiver::default() })
+            });
     let weak = |end: &Arc<Receiver>| -> Weak<dyn Recipient> { Arc::downgrade(end) as Weak<dyn Recipient> };
     let mailbox = Arc::new(Mailbox::new(weak(&ends[0]), weak(&ends[1])));
     for end in &ends {
@@ -49,7 +51,7 @@ fn ends(answers: bool) -> (Arc<Mailbox>, [Arc<Receiver>; 2]) {
 fn no_end_is_called_from_the_stack_of_the_other() {
     const ROUNDS: u64 = 100_000;
     let (mailbox, [coordinator, partition]) = ends(true);
-    mailbox.put(End::Coordinator, End::Partition, Mail::Message(ROUNDS, Message::Done));
+    mailbox.put(MailboxEnd::Coordinator, MailboxEnd::Partition, Mail::Message(ROUNDS, Message::Done));
     mailbox.drain();
     let down = |from: u64| (0..=from).rev().step_by(2).collect::<Vec<u64>>();
     assert_eq!(*partition.received.lock(), down(ROUNDS));
@@ -66,8 +68,8 @@ fn messages_of_many_threads_come_once_each_and_in_their_order() {
             let mailbox = &mailbox;
             scope.spawn(move || {
                 for number in 0..MESSAGES {
-                    let to = if number % 3 == 0 { End::Coordinator } else { End::Partition };
-                    mailbox.put(End::Client, to, Mail::Message(thread << 32 | number, Message::Done));
+                    let to = if number % 3 == 0 { MailboxEnd::Coordinator } else { MailboxEnd::Partition };
+                    mailbox.put(MailboxEnd::Client, to, Mail::Message(thread << 32 | number, Message::Done));
                     mailbox.drain();
                 }
             });
@@ -88,9 +90,9 @@ fn messages_of_many_threads_come_once_each_and_in_their_order() {
 fn messages_to_an_end_that_is_gone_are_lost() {
     let (mailbox, [coordinator, partition]) = ends(false);
     drop(partition);
-    mailbox.put(End::Client, End::Partition, Mail::Message(1, Message::Done));
-    mailbox.put(End::Partition, End::Client, Mail::Message(2, Message::Done));
-    mailbox.put(End::Partition, End::Coordinator, Mail::Message(3, Message::Done));
+    mailbox.put(MailboxEnd::Client, MailboxEnd::Partition, Mail::Message(1, Message::Done));
+    mailbox.put(MailboxEnd::Partition, MailboxEnd::Client, Mail::Message(2, Message::Done));
+    mailbox.put(MailboxEnd::Partition, MailboxEnd::Coordinator, Mail::Message(3, Message::Done));
     mailbox.drain();
     assert_eq!(*coordinator.received.lock(), [3]);
 }
@@ -102,7 +104,7 @@ fn a_client_joins_once() {
     let weak = || Arc::downgrade(&client) as Weak<dyn Recipient>;
     assert!(mailbox.join(weak()));
     assert!(!mailbox.join(weak()));
-    mailbox.put(End::Coordinator, End::Client, Mail::Message(1, Message::Done));
+    mailbox.put(MailboxEnd::Coordinator, MailboxEnd::Client, Mail::Message(1, Message::Done));
     mailbox.drain();
     assert_eq!(*client.received.lock(), [1]);
 }
@@ -111,7 +113,7 @@ fn a_client_joins_once() {
 struct Caller(AtomicUsize, Weak<Receiver>);
 
 impl Recipient for Caller {
-    fn receive(self: Arc<Self>, _: End, _: Mail) {}
+    fn receive(self: Arc<Self>, _: MailboxEnd, _: Mail) {}
 
     fn answer_callers(&self) {
         let handed_over = self.1.upgrade().map_or(0, |end| end.received.lock().len());
@@ -125,7 +127,7 @@ fn callers_are_answered_though_the_mailbox_is_not_empty() {
     let (mailbox, [coordinator, _partition]) = ends(true);
     let caller = Arc::new(Caller(AtomicUsize::new(0), Arc::downgrade(&coordinator)));
     assert!(mailbox.join(Arc::downgrade(&caller) as Weak<dyn Recipient>));
-    mailbox.put(End::Coordinator, End::Partition, Mail::Message(ROUNDS, Message::Done));
+    mailbox.put(MailboxEnd::Coordinator, MailboxEnd::Partition, Mail::Message(ROUNDS, Message::Done));
     mailbox.drain();
     assert_eq!(caller.0.load(Ordering::SeqCst), ROUNDS as usize / ANSWERS_AFTER + 1);
 }

@@ -21,7 +21,7 @@ fn memfd(len: u64, seals: SealFlag) -> OwnedFd {
     fd
 }
 
-fn bytes(piece: &Piece) -> Vec<u8> {
+fn bytes(piece: &BorrowedRange) -> Vec<u8> {
     // SAFETY: nobody writes them during the test.
     unsafe { piece.bytes() }.to_vec()
 }
@@ -45,7 +45,8 @@ fn lent_memory_is_read_where_it_lies_and_stays_when_its_owner_goes() {
     assert_eq!(bytes(&piece), b"changed");
     // The descriptor that was sent is good for reading only.
     let fd = piece.region.0.fd().unwrap().try_clone_to_owned().unwrap();
-    let written = Mapping::of(fd, 10_000, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE);
+    // SAFETY: only a refused mapping is of this file.
+    let written = unsafe { Mapping::of(fd, 10_000, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE) };
     assert_eq!(written.unwrap_err().raw_os_error(), Some(libc::EACCES));
 
     assert!(lender.gone().is_empty());

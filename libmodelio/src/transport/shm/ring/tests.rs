@@ -13,19 +13,23 @@ use super::*;
 const LONG: Duration = Duration::from_secs(600);
 
 /// Both ends of fresh rings, each with a mapping of its own.
-fn pair() -> (End, End) {
+fn pair() -> (RingEnd, RingEnd) {
     let memory = Mapping::memfd("rings", MEMORY).unwrap();
     let fd = memory.fd().unwrap().try_clone_to_owned().unwrap();
-    let other = Mapping::of(fd, MEMORY, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE).unwrap();
+    // SAFETY: the file is the memory of this test, which stays.
+    let other = unsafe { Mapping::of(fd, MEMORY, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE).unwrap() };
     let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
     let bell = || OwnedFd::from(EventFd::from_value_and_flags(0, flags).unwrap());
     let (a, b) = (bell(), bell());
     let (a_too, b_too) = (a.try_clone().unwrap(), b.try_clone().unwrap());
-    (End::new(memory, Side::Connects, a, b).unwrap(), End::new(other, Side::Accepts, b_too, a_too).unwrap())
+    (
+        RingEnd::new(memory, Side::Connects, a, b).unwrap(),
+        RingEnd::new(other, Side::Accepts, b_too, a_too).unwrap(),
+    )
 }
 
 /// Sets the counts as if `count` bytes had gone each way before.
-fn begin_at(ends: [&mut End; 2], count: u32) {
+fn begin_at(ends: [&mut RingEnd; 2], count: u32) {
     for end in ends {
         (end.written, end.read) = (count, count);
         end.word(WRITTEN + end.side * APART).store(count, Ordering::Relaxed);
@@ -33,13 +37,13 @@ fn begin_at(ends: [&mut End; 2], count: u32) {
     }
 }
 
-fn write(end: &mut End, bytes: &mut [u8]) -> Result<usize, Broken> {
+fn write(end: &mut RingEnd, bytes: &mut [u8]) -> Result<usize, Broken> {
     let slice = (bytes.as_mut_ptr(), bytes.len());
     // SAFETY: the slice is of this call.
     unsafe { end.write([slice].into_iter()) }
 }
 
-fn read(end: &mut End, len: usize) -> Result<Vec<u8>, Broken> {
+fn read(end: &mut RingEnd, len: usize) -> Result<Vec<u8>, Broken> {
     let mut bytes = vec![0; len];
     let (head, tail) = bytes.split_at_mut(len / 3);
     let slices = [(head.as_mut_ptr(), head.len()), (tail.as_mut_ptr(), tail.len())];
@@ -100,14 +104,14 @@ fn a_full_bell_breaks_the_connection_and_blocks_nobody() {
 struct Sleeper(Epoll);
 
 impl Sleeper {
-    fn new(end: &End) -> Sleeper {
+    fn new(end: &RingEnd) -> Sleeper {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).unwrap();
         epoll.add(end.bell(), EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, 0)).unwrap();
         Sleeper(epoll)
     }
 
     /// How often it has slept; `possible` says that there is no need.
-    fn sleep(&self, end: &End, wants: Wants, possible: impl Fn(&End) -> bool) -> u32 {
+    fn sleep(&self, end: &RingEnd, wants: Wants, possible: impl Fn(&RingEnd) -> bool) -> u32 {
         end.wait(wants);
         if possible(end) {
             end.awake();

@@ -5,7 +5,7 @@
 use super::{Line, Pass, Piece, Split, Staged, Wire, elements, get, get_cold, put, put_narrow};
 
 /// `out = scale * (model - base)`, or `scale * model` without a base.
-pub struct Difference<'a> {
+pub(crate) struct Difference<'a> {
     pub wire: Wire,
     pub scale: f64,
     pub model: &'a [u8],
@@ -33,7 +33,7 @@ impl Pass for Difference<'_> {
 }
 
 /// `out` is the correction `elasticity * (replica - central)`, and `next` is `model` less the correction.
-pub struct Correction<'a> {
+pub(crate) struct Correction<'a> {
     pub wire: Wire,
     pub elasticity: f64,
     pub model: &'a [u8],

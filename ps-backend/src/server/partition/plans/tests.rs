@@ -52,7 +52,7 @@ impl Executor for Holds {
 struct Notes(Mutex<Sender<Message>>);
 
 impl Recipient for Notes {
-    fn receive(self: Arc<Notes>, _: End, mail: Mail) {
+    fn receive(self: Arc<Notes>, _: MailboxEnd, mail: Mail) {
         if let Mail::Message(_, message) = mail {
             self.0.lock().send(message).unwrap();
         }

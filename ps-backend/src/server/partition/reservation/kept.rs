@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use libmodelio::transport::frames::Link;
-use libmodelio::transport::shm::{Descriptors, Piece};
+use libmodelio::transport::shm::{BorrowedRange, Descriptors};
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
 use libmodelio::wire::Refusal;
@@ -22,7 +22,7 @@ use crate::partition::store::{BlockInput, PartitionError, Payload};
 /// A payload in memory that is lent to this shard.
 #[derive(Clone)]
 pub(in crate::server) struct Lent {
-    pub piece: Piece,
+    pub piece: BorrowedRange,
     /// The connection whose end is also the end of the loan.
     pub descriptors: Descriptors,
 }

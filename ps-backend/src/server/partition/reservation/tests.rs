@@ -4,7 +4,7 @@
 use std::sync::{LazyLock, Weak};
 use std::time::Duration;
 
-use libmodelio::transport::local::{End, Mail, Mailbox, Recipient};
+use libmodelio::transport::local::{Mail, Mailbox, MailboxEnd, Recipient};
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::Version;
@@ -25,7 +25,7 @@ const CLIENTS: [ClientId; 2] = [ClientId(1), ClientId(2)];
 struct Coordinates;
 
 impl Recipient for Coordinates {
-    fn receive(self: Arc<Coordinates>, _: End, mail: Mail) {
+    fn receive(self: Arc<Coordinates>, _: MailboxEnd, mail: Mail) {
         assert!(!matches!(mail, Mail::Message(_, Message::Refused(_))), "{mail:?}");
     }
 }

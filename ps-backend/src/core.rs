@@ -61,7 +61,7 @@ use libmodelio::vocabulary::ids::{LearnerId, Version};
 pub use libmodelio::vocabulary::members::{MemberView, WaitedFor};
 use serde::{Deserialize, Serialize};
 
-pub use actions::{Action, Contribution, Now, Opening, Plan, Source, Ticket, Work};
+pub use actions::{Action, Contribution, JobPlan, Now, Opening, Source, Ticket, Work};
 pub use commit::NOT_COMMITTED;
 pub use deadlines::ALL_BUFFERS_HELD;
 use formation::Formation;
@@ -73,7 +73,7 @@ use newest::Newest;
 use provisional::ProvisionalPlans;
 use recipe::Recipe;
 pub use record::{JobRecord, LearnerRecord};
-use state::{Committed, Member, OfTensors, Pending, PendingKind, Phase, Place, Tensors};
+use state::{Committed, Member, OfTensors, PayloadPlace, Pending, PendingKind, Phase, Tensors};
 use waits::Waits;
 
 /// The most writes of new weights that may wait at once.

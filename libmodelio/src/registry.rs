@@ -9,7 +9,8 @@ pub use remote::RemoteRegistry;
 use crate::admin::AdminError;
 use crate::vocabulary::ids::{Epoch, Generation, ShardId};
 use crate::wire::{
-    Fate, Held, ModelRecord, RecordError, Refusal, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
+    Fate, HeldPartition, ModelRecord, RecordError, Refusal, RefusedShard, RegistryAnswer, RegistryRequest,
+    ShardRecord,
 };
 
 /// The directory of a cluster: shards announce themselves here, and clients find models.
@@ -157,7 +158,7 @@ pub trait Registry: Send + Sync {
     fn holding(
         &self,
         shard: ShardId,
-        held: &[Held],
+        held: &[HeldPartition],
         deleted: &[(String, Generation)],
         deadline: Instant,
     ) -> Result<(bool, Vec<Fate>), RegistryError> {

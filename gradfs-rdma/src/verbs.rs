@@ -3,9 +3,9 @@
 //!
 //! This folder has all calls of these libraries, and all other `unsafe` code of RDMA. Its interface is safe, except for
 //! [`Slot::bytes`]. Owners hand memory over as to any transport, with
-//! [`Piece::new`](modelio_base::transport::stream::Piece::new) and
+//! [`LentPayload::new`](modelio_base::transport::stream::LentPayload::new) and
 //! [`Target::new`](modelio_base::transport::stream::Target::new): in libmodelio's `client/shared/blocks.rs`
-//! and `client/paths`, and in the shard's `server/partition`. The safety rests on these rules:
+//! and `client/shared/paths`, and in the shard's `server/partition`. The safety rests on these rules:
 //!
 //! * **An object lives longer than all that are made of it.** They hold it by an `Arc`, and it is destroyed with its
 //!   last holder: a queue pair before its queues, a registration before its protection domain. Contexts of devices are

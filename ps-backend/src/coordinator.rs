@@ -240,7 +240,7 @@ impl CoordinatorCore {
                     }
                 }
                 core::Action::Seal(plan) => self.seal(plan, now, actions),
-                core::Action::Drop => self.drop_work(core::Plan::is_provisional, now, actions),
+                core::Action::Drop => self.drop_work(core::JobPlan::is_provisional, now, actions),
                 core::Action::Begin(plan) => self.want(plan, now, actions),
             }
         }

@@ -8,5 +8,5 @@
 mod mailbox;
 mod shard;
 
-pub use mailbox::{End, Granted, Mail, Mailbox, Recipient};
+pub use mailbox::{Granted, Mail, Mailbox, MailboxEnd, Recipient};
 pub use shard::{HeldVersion, Pushed, Shard, ShardMemory, SharedBlock, SharedPayload};

@@ -50,7 +50,7 @@ use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{JobState, MAX_NUMBER, Message, Refusal};
 use buffers::Buffers;
 use coordination::Coordination;
-use held::Held;
+use held::KeptContribution;
 pub use learners::LastCommit;
 use learners::Learner;
 use open_weights::NewWeights;
@@ -60,7 +60,7 @@ pub use pull_times::PullReport;
 use pull_times::PullTimes;
 use pulling::Pull;
 pub use pulling::{PULL_BLOCKS, Whole};
-use pushing::{Delivery, Outgoing, Way};
+use pushing::{Delivery, Outgoing, SendMode};
 pub use pushing::{Offered, Own, Push};
 use reach::Reach;
 pub use reach::{Gone, NO_TOKEN, OUT_OF_REACH};
@@ -129,7 +129,7 @@ pub struct ClientCore {
     state: JobState,
     learners: BTreeMap<LearnerId, Learner>,
     /// The contributions that may have to be sent.
-    held: BTreeMap<(LearnerId, Step), Held>,
+    held: BTreeMap<(LearnerId, Step), KeptContribution>,
     weights: NewWeights,
     outgoing: Option<Outgoing>,
     plans: PlansSeen,
@@ -164,7 +164,7 @@ impl ClientCore {
 
     /// The shard is in this process, and payload for it stays where it is.
     pub fn reads_in_place(mut self) -> ClientCore {
-        self.way.kind = Way::InPlace;
+        self.way.kind = SendMode::InPlace;
         self
     }
 
@@ -177,7 +177,7 @@ impl ClientCore {
 
     /// Contributions go with their commits, so none of their blocks goes before.
     pub fn sends_with_commits(mut self) -> ClientCore {
-        self.way.kind = Way::WithCommits;
+        self.way.kind = SendMode::WithCommits;
         self
     }
 

@@ -136,7 +136,7 @@ impl Drop for Hold {
     }
 }
 
-fn copy(to: &Connection, version: Version, block: BlockId, from: &shm::Piece) -> Result<(), Close> {
+fn copy(to: &Connection, version: Version, block: BlockId, from: &shm::BorrowedRange) -> Result<(), Close> {
     let shared = &to.shared;
     let Some(mut target) = shared.reserve(&to.route, version, block) else { return Ok(()) };
     let (start, len) = from.raw();

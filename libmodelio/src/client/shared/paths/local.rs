@@ -13,7 +13,7 @@ use crate::client::core::{Action, Own, Push};
 use crate::client::payloads::{Others, Payload};
 use crate::client::shards::Local;
 use crate::client::shared::{Inner, Shared};
-use crate::transport::local::{End, Mail, Pushed, Recipient, SharedBlock, SharedPayload};
+use crate::transport::local::{Mail, MailboxEnd, Pushed, Recipient, SharedBlock, SharedPayload};
 use crate::transport::tally::Flow;
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::block_slot::{BlockSlot, Placement};
@@ -29,13 +29,13 @@ const INLINE: usize = 16;
 
 /// Takes messages of the coordinator and the partition.
 impl Recipient for Shared {
-    fn receive(self: Arc<Shared>, from: End, mail: Mail) {
+    fn receive(self: Arc<Shared>, from: MailboxEnd, mail: Mail) {
         // After its shutdown, the client shows no newer version.
         if self.lifetime.is_stopping() {
             return;
         }
         match (from, mail) {
-            (End::Coordinator, Mail::Message(request, message)) => {
+            (MailboxEnd::Coordinator, Mail::Message(request, message)) => {
                 let mut inner = self.inner.lock();
                 let mut actions = Vec::new();
                 inner.core.from_coordinator(request, message, self.now(), &mut actions);
@@ -45,7 +45,7 @@ impl Recipient for Shared {
                     None => answers.give(),
                 }
             }
-            (End::Partition, Mail::Retry) => {
+            (MailboxEnd::Partition, Mail::Retry) => {
                 let mut inner = self.inner.lock();
                 inner.pumps.went_on += 1;
                 self.act(inner, vec![Action::Wake(ALL)]);
@@ -176,7 +176,7 @@ impl Shared {
         if own == Own::Announce {
             let mailbox = local.shard.mailbox();
             let announces = Message::WholeBlock { learner, step };
-            mailbox.put(End::Client, End::Coordinator, Mail::Message(0, announces));
+            mailbox.put(MailboxEnd::Client, MailboxEnd::Coordinator, Mail::Message(0, announces));
             drop(inner);
             mailbox.drain();
             inner = self.inner.lock();

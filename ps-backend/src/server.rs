@@ -129,7 +129,7 @@ impl Server {
             // The listener must exist before the shard is announced.
             listening = listeners::through_memory(&shared);
             listeners::by_rdma(&shared, address)?;
-            shared.announce()?;
+            announcer::announce(&shared)?;
         }
         listeners::over_tcp(&shared, listener)?;
         if shared.options.holds_blocks {
@@ -154,7 +154,7 @@ impl Server {
 
     /// The status, as in `gradfs status`.
     pub fn status(&self) -> serde_json::Value {
-        self.shared.status()
+        admin::status(&self.shared)
     }
 
     /// The backend that moves the bytes, with the reasons for doing without io_uring, shared memory or an existing

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::calls::{Calls, Chore};
-use super::endings::{AtClose, Closer, at_close};
-use super::open_files::ProgramFile;
-use super::pending_exits::{OfLearner, Settling};
-use super::users::{FileUsers, Holder};
-use crate::fs::open_file::OpenFile;
+use super::{Calls, Chore};
+use crate::fs::OpenFile;
+use crate::fuse::endings::{AtClose, Closer, at_close};
+use crate::fuse::open_files::ProgramFile;
+use crate::fuse::pending_exits::{OfLearner, Settling};
+use crate::fuse::users::{FileUsers, Holder};
 use crate::session::contribution::Ending;
 use crate::session::error::{CallResult, Done};
 

@@ -31,7 +31,7 @@ pub use moved::{DataKind, Moved};
 pub use receiver::{Received, Receiver};
 pub use record::{MAX_MODEL_NAME, RecordError, check_model_name};
 pub use registry::{
-    Fate, Held, MAX_HELD, MAX_METADATA, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest,
+    Fate, HeldPartition, MAX_HELD, MAX_METADATA, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest,
     ShardRecord,
 };
 

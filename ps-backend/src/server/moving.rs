@@ -21,4 +21,6 @@ mod requests;
 mod switching;
 
 pub(super) use incoming_partitions::IncomingPartitions;
-pub(super) use requests::{is_between_shards, kind_of};
+pub(super) use mover::move_model;
+pub(super) use requests::{between_shards, is_between_shards, kind_of};
+pub(super) use switching::switch;

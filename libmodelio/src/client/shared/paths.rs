@@ -23,17 +23,18 @@ use crate::client::peers::routes::Route;
 use crate::client::shared::Shared;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::stream::Close;
+use crate::vocabulary::ids::BlockId;
 use crate::wire::Received;
 
 /// A connection, with its client and its route.
-pub(super) struct Connection {
-    pub(super) shared: Arc<Shared>,
-    pub(super) route: Route,
-    pub(super) link: Link,
+pub(in crate::client) struct Connection {
+    pub(in crate::client) shared: Arc<Shared>,
+    pub(in crate::client) route: Route,
+    pub(in crate::client) link: Link,
 }
 
 /// The way of blocks over one connection to a shard. The connection's thread makes all calls.
-pub(super) trait BlockPath: Send {
+pub(in crate::client) trait BlockPath: Send {
     /// The next message about blocks, and how many blocks it asks for. The connection waits for `due` blocks already.
     fn next(&mut self, to: &Connection, due: usize) -> Option<(Outgoing, usize)>;
 
@@ -65,5 +66,31 @@ pub(super) trait BlockPath: Send {
     /// Ends the shard's reading of this end's memory. `None` if the shard does not read it.
     fn end_of_loan(&self) -> Option<EndOfLoan> {
         None
+    }
+}
+
+impl Connection {
+    /// Checks that a payload is as long as a block of the model.
+    pub(in crate::client) fn expect_block(&self, received: &Received, block: BlockId) -> Result<(), Close> {
+        let malformed = |why: String| Close::Asked(why.into());
+        let layout = &self.shared.layout;
+        if block.0 >= layout.blocks() {
+            return Err(malformed(format!("block {block} is outside of the model")));
+        }
+        let extent = layout.block_bytes(block);
+        let expected = received.expect_payload((extent.end - extent.start) as u32);
+        expected.map_err(|error| malformed(error.to_string()))
+    }
+
+    /// The shard parks the connection, or uses it like the others again. Then all of them are asked what they send.
+    pub(in crate::client) fn park(&self, parked: bool) {
+        let mut inner = self.shared.inner.lock();
+        if !inner.peers.is_in_force(&self.route) {
+            return;
+        }
+        let peer = inner.peers.peer(&self.route);
+        if peer.park(&self.link, parked) {
+            peer.links.iter().for_each(Link::wake);
+        }
     }
 }

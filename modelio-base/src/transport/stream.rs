@@ -26,7 +26,7 @@ pub use buffer::Buffer;
 pub use close::{Close, errno};
 pub use connection::{Connection, ConnectionState, ServingThread, Token};
 pub use in_use::{InUse, congestion_name, in_use, is_same_host};
-pub use loan::{Guard, Piece, Target};
+pub use loan::{Guard, LentPayload, Target};
 pub use slices::{ReceiveSlices, SLICES_MAX, SendSlices};
 
 /// One end of a byte stream. One thread at a time, that of its reactor, makes all calls. None may block.

@@ -9,13 +9,12 @@
 //! | `memory` | accounts of memory |
 //! | `lifetime` | the keeper's alarm, and the end |
 //! | `observed` | what is noted for the status, metrics and traces |
-//! | `shared` | lock, clock and memory around the core; within: deadlines, opening connections, another block map, blocks on their way (`unsafe`), small models (`unsafe`) |
+//! | `shared` | lock, clock and memory around the core; within: deadlines, opening connections, the paths of blocks, another block map, blocks on their way (`unsafe`), small models (`unsafe`) |
 //! | `callers` | who waits for an answer |
 //! | `payloads` | contributions and new weights that are sent; within: their sums, their form, what a form has lost |
 //! | `peers` | the coordinator and the shards; within: the routes to them, their connections, fallbacks to TCP |
 //! | `shards` | where the shards are, and what can be done there |
 //! | `conversation` | the messages on each kind of connection |
-//! | `paths` | the ways of blocks: TCP, shared memory, RDMA, or in this process |
 //! | `versions` | the versions that the client shows |
 
 mod callers;
@@ -27,7 +26,6 @@ mod lifetime;
 mod memory;
 mod observed;
 mod options;
-mod paths;
 mod payloads;
 mod peers;
 mod shards;

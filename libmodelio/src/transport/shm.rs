@@ -28,8 +28,8 @@ mod setup;
 mod threads;
 
 pub use descriptors::{DescriptorError, Descriptors};
-pub use region::{Borrowed, Lender, MAX_REGIONS, Piece, RegionError, Regions};
-pub use ring::{Broken, End, RING, Wants};
+pub use region::{Borrowed, BorrowedRange, Lender, MAX_REGIONS, RegionError, Regions};
+pub use ring::{Broken, RING, RingEnd, Wants};
 pub use setup::{Meeting, SetupError, listen, meet, receive};
 pub use threads::Threads;
 

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use self::fetching::{PUT, Pull};
+use self::fetching::{Fetch, PUT};
 use super::Connection;
 use super::named::{AHEAD, Named, PeerMemory, Placed};
 use crate::bytes::mmap::Mapping;
@@ -25,7 +25,7 @@ use crate::transport::frames::{Framed, Link};
 use crate::transport::rdma::published::DIRECTORY;
 use crate::transport::rdma::{Done, Endpoint, Placement, Pool, QueuePair, RemoteMemory, VerbsError};
 use crate::transport::shm::MAX_REGIONS;
-use crate::transport::stream::{Close, Guard, Piece, Stream};
+use crate::transport::stream::{Close, Guard, LentPayload, Stream};
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::PartitionLayout;
 use crate::wire::{Message, Protocol, Received};
@@ -48,7 +48,7 @@ struct RdmaPath {
     /// Memory that the directory is read into.
     directory_reads: Arc<Pool>,
     granted: Option<Granted>,
-    pull: Pull,
+    pull: Fetch,
     done: Done,
     /// The log says that versions come through the ring.
     said: bool,
@@ -73,7 +73,7 @@ impl RdmaPath {
             directory: None,
             directory_reads: Pool::new(chunk, DIRECTORY, false),
             granted: None,
-            pull: Pull::default(),
+            pull: Fetch::default(),
             done: Vec::new(),
             said: false,
         })
@@ -87,7 +87,7 @@ impl RdmaPath {
         let Some(slot) = granted.free.pop() else { return Ok(None) };
         // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
         // elsewhere if this one's plan was dropped. It goes without a checksum.
-        let piece = unsafe { Piece::new(memory.bytes(range), None, Arc::clone(memory) as Guard) };
+        let piece = unsafe { LentPayload::new(memory.bytes(range), None, Arc::clone(memory) as Guard) };
         let to = granted.start.at(u64::from(slot) * u64::from(granted.bytes));
         let placed = self.queue_pair.device().register(memory).and_then(|registration| {
             self.queue_pair.write(PUT, piece, registration, to)?;

@@ -7,12 +7,12 @@ use std::time::Instant;
 use libmodelio::client::LastCommit;
 use libmodelio::vocabulary::ids::LearnerId;
 
-use super::calls::Calls;
-use super::open_files::ProgramFile;
-use super::users::FileUsers;
-use crate::fs::filesystem::stale;
-use crate::fs::open::{OpenRequest, Way};
-use crate::fs::open_file::OpenFile;
+use super::Calls;
+use crate::fs::OpenFile;
+use crate::fs::stale;
+use crate::fs::{OpenRequest, Way};
+use crate::fuse::open_files::ProgramFile;
+use crate::fuse::users::FileUsers;
 use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;

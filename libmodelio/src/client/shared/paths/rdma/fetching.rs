@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::{MAX_DIRECTORY_READS, RdmaPath};
-use crate::client::paths::Connection;
+use crate::client::shared::Connection;
 use crate::client::shared::Shared;
 use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
 use crate::transport::rdma::{Finished, RemoteMemory, VerbsError, Work};
@@ -30,7 +30,7 @@ const KIND: u64 = !((1 << 40) - 1);
 
 /// The fetch of a version.
 #[derive(Default)]
-pub(super) struct Pull {
+pub(super) struct Fetch {
     version: Version,
     /// The place of the version, once it is known.
     seen: Option<Seen>,
@@ -46,6 +46,15 @@ pub(super) struct Pull {
     pub(super) by_ring: bool,
 }
 
+impl Fetch {
+    /// Begins with `version`, unless it has, or a read for another one is under way. Gives the fetch before.
+    fn turn_to(&mut self, version: Version) -> Option<Fetch> {
+        let is_idle = self.batches.is_empty() && !self.looking;
+        (self.version != version && is_idle)
+            .then(|| std::mem::replace(self, Fetch { version, ..Fetch::default() }))
+    }
+}
+
 struct Batch {
     seen: Seen,
     blocks: Vec<BlockId>,
@@ -58,10 +67,8 @@ impl RdmaPath {
     pub(super) fn fetch(&mut self, to: &Connection, directory: RemoteMemory) -> Result<(), VerbsError> {
         let shared = &to.shared;
         let Some(version) = shared.inner.lock().core.pulling() else { return Ok(()) };
-        if self.pull.version != version && self.pull.batches.is_empty() && !self.pull.looking {
-            let asked = std::mem::take(&mut self.pull.asked);
-            shared.not_fetched(self.pull.version, asked);
-            self.pull = Pull { version, ..Pull::default() };
+        if let Some(before) = self.pull.turn_to(version) {
+            shared.not_fetched(before.version, before.asked);
         }
         if self.pull.version != version || self.pull.by_ring {
             return Ok(());

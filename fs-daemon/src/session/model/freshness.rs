@@ -8,9 +8,9 @@ use libmodelio::reader::Reader;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::error::{CallError, CallResult, Done};
-use super::explained::explained;
-use super::model::Model;
+use super::Model;
+use crate::session::error::{CallError, CallResult, Done};
+use crate::session::explained::explained;
 
 /// The longest wait of a small contribution's answer for the version that it is part of. The keeper of the job looks
 /// at its deadlines more often than this, so it need not be woken for one.
