@@ -1,9 +1,7 @@
-"""The pages of docs/, their links and anchors, and what they look like when mdBook has built them."""
+"""The pages of docs/, their links and anchors, and their form."""
 
 import re
 import subprocess
-from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 MOST_FILES = 15
@@ -149,40 +147,3 @@ def tracked(root):
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
     return [path for name in names if name and (path := root / name).is_file()]
-
-
-class _Html(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.ids, self.targets = set(), []
-
-    def handle_starttag(self, tag, attrs):
-        attributes = dict(attrs)
-        self.ids |= {attributes[key] for key in ("id", "name") if attributes.get(key)}
-        self.targets += [attributes[key] for key in ("href", "src") if attributes.get(key)]
-
-
-def built_faults(built):
-    """Links of the built pages that lead nowhere."""
-    read = {}
-
-    def parsed(path):
-        if path not in read:
-            read[path] = _Html()
-            read[path].feed(path.read_text())
-        return read[path]
-
-    for path in sorted(built.rglob("*.html")):
-        # It is shown under any address.
-        if path.name in ("404.html", "toc.html"):
-            continue
-        for target in parsed(path).targets:
-            parts = urlsplit(target)
-            if parts.scheme or parts.netloc:
-                continue
-            to = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            place = path.relative_to(built)
-            if not to.exists():
-                yield f"{place}: {target} leads nowhere"
-            elif parts.fragment and to.suffix == ".html" and unquote(parts.fragment) not in parsed(to).ids:
-                yield f"{place}: {target}: there is no such anchor"

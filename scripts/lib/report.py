@@ -68,11 +68,6 @@ def table(header, rows):
     return "\n".join(lines)
 
 
-def markdown(header, rows):
-    """The same for documents."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
-
-
 def print_figures(figures):
     """The table of all that has words or a target, or is a ratio."""
     rows = []
