@@ -5,11 +5,9 @@ the switch; the network of the machine itself is not touched. A host has mounts 
 a process that sleeps: programs on the host are started by nsenter(1) with that process for a target, so all of them see
 what is mounted there.
 
-    with Hosts(["shard1", "learner1"], Link(delay=0.001)) as hosts, Cluster(hosts, binary) as cluster:
-        cluster.shard("shard1")
-        cluster.create("model", "--size", "1MiB")
-        path = cluster.mount("learner1") / "model"
-        hosts.start("learner1", ["cat", path / "version"]).finish(10)
+    with Hosts(["shard1", "learner1"], Link(delay=0.001)) as hosts:
+        cluster = Cluster.of(hosts, binary, "--size", "1MiB", mounts=["learner1"])
+        hosts.start("learner1", ["cat", cluster.model("learner1") / "version"]).finish(10)
 
 What is mounted on a host is seen from outside as well, below `hosts.root(host)`.
 """
@@ -17,7 +15,6 @@ What is mounted on a host is seen from outside as well, below `hosts.root(host)`
 import ctypes
 import fcntl
 import os
-import re
 import shutil
 import socket
 import struct
@@ -31,6 +28,7 @@ from machine import Failed
 from programs import Program, libc, output_of
 
 COMMAND_DEADLINE = 30.0
+WORK = Path(__file__).resolve().parent / "work"
 
 NAMED = Path("/run/netns")
 SCRATCH = "gradfs-netns-"
@@ -70,32 +68,6 @@ class Link:
         words = ["netem", "limit", "100000", *(["delay", f"{self.delay * 1e6:.0f}us"] if self.delay else [])]
         words += ["loss", f"{self.loss * 100:g}%"] if self.loss else []
         return words + (["rate", f"{self.rate:.0f}bit"] if self.rate else [])
-
-
-def quantity(text, units, what):
-    """`text`, a number and one of `units` ({name: factor}), or 0; a ValueError names `what` and the units."""
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+)([a-z%]*)", text.strip().lower())
-    if not found or found[2] not in units and float(found[1]):
-        raise ValueError(f"{text!r} is not {what}: a number and one of {', '.join(units)}")
-    return float(found[1]) * units.get(found[2], 1)
-
-
-def delay_of(text):
-    """Seconds, of 1ms or 200us."""
-    return quantity(text, {"us": 1e-6, "ms": 1e-3, "s": 1}, "a delay")
-
-
-def loss_of(text):
-    """A share, of 0.1%."""
-    share = quantity(text, {"%": 0.01}, "a loss")
-    if share >= 1:
-        raise ValueError(f"{text!r} is not a loss: 100% leaves nothing")
-    return share
-
-
-def rate_of(text):
-    """Bits a second, of 1gbit or 100mbit."""
-    return quantity(text, {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}, "a rate")
 
 
 def run(*command, check=True):
@@ -229,6 +201,10 @@ class Hosts:
         self._programs.append(program)
         return program
 
+    def work(self, host, program, *words, env=None):
+        """Starts a program of lib/work there, with a task and its arguments."""
+        return self.start(host, [sys.executable, WORK / program, *words], env, f"{words[0]} on {host}")
+
     # What becomes of their links.
 
     def cut(self, host):
@@ -348,13 +324,20 @@ class Cluster:
         return program
 
     @classmethod
-    def of(cls, hosts, binary, *create):
-        """The first host has a shard, and where there are options of `gradfs create` there is a model."""
+    def of(cls, hosts, binary, *create, shards=1, mounts=()):
+        """The first hosts have shards, and `mounts` have mounts. With options of `gradfs create` there is a model."""
         cluster = cls(hosts, binary)
-        cluster.shard(hosts.names[0])
+        for host in hosts.names[:shards]:
+            cluster.shard(host)
         if create:
             cluster.create("model", *create)
+        for host in mounts:
+            cluster.mount(host)
         return cluster
+
+    def model(self, host):
+        """The model's directory, as programs on that host know it."""
+        return self.mounts[host][0] / "model"
 
     def command(self, host, *arguments, deadline=COMMAND_DEADLINE):
         """What `gradfs ARGUMENTS --registry …` says on the host."""

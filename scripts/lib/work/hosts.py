@@ -9,7 +9,6 @@ last line. All hosts are of one machine, and have one clock.
   publish, await    weights that are published piece by piece, and read on another host (stall)
 """
 
-import argparse
 import json
 import math
 import mmap
@@ -23,35 +22,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-MIB = 1 << 20
-PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-TASKS = PARSER.add_subparsers(required=True)
+sys.dont_write_bytecode = True
 
-
-def task(*arguments, **options):
-    """Makes a function a task: positional `arguments` are (name, type) or names, `options` have types or a default."""
-
-    def add(function):
-        parser = TASKS.add_parser(function.__name__.rstrip("_"))
-        for argument in arguments:
-            name, kind = argument if isinstance(argument, tuple) else (argument, str)
-            many = {"nargs": "+"} if name.endswith("s*") else {}
-            parser.add_argument(name.rstrip("*"), type=kind, **many)
-        for name, default in options.items():
-            if default is False:
-                parser.add_argument(f"--{name}", action="store_true")
-            else:
-                many = {"nargs": "+"} if name == "taken" else {}
-                parser.add_argument(f"--{name}", type=type(default), default=default, **many)
-        parser.set_defaults(task=function)
-        return function
-
-    return add
-
-
-def say(**found):
-    """The last line."""
-    print(json.dumps(found), flush=True)
+from tasks import main, say, task  # noqa: E402
 
 
 def contribute(path, data):
@@ -109,10 +82,10 @@ def steps(options):
         failed = error.strerror
     if not options.stay and failed is None:
         directory.rmdir()
-    say(taken=taken, seconds=took, failed=failed)
+    say({"taken": taken, "seconds": took, "failed": failed})
 
 
-@task(("model", Path), taken=0)
+@task(("model", Path), taken=[])
 def total(options):
     """Whether the weights hold each of the given numbers of steps once: --taken has one for each learner."""
     import numpy
@@ -124,7 +97,7 @@ def total(options):
             expected += parts(rank, step, len(weights))
     version = int((options.model / "version").read_text())
     wrong = int((weights != expected).sum())
-    say(wrong=wrong, version=version, largest=float(numpy.abs(weights - expected).max()))
+    say({"wrong": wrong, "version": version, "largest": float(numpy.abs(weights - expected).max())})
 
 
 # Both ways at once: the server takes so many bytes, sends so many, or does both, and answers with one byte whatever it has
@@ -173,7 +146,7 @@ def ask(options):
                 _move(connection, data, word != PULL, word != PUSH)
                 _take(connection, 1)
                 took[name].append(time.monotonic() - begin)
-    say(**{name: statistics.median(times) for name, times in took.items()})
+    say({name: statistics.median(times) for name, times in took.items()})
 
 
 @task("model", ("rounds", int), "forms*")
@@ -197,7 +170,7 @@ def wire(options):
             used = status(model)["shards"][0]["wire"]
             assert used == form, f"{used} in place of {form}"
     names = "push", "pull", "step"
-    say(**{form: dict(zip(names, map(statistics.median, zip(*times)))) for form, times in found.items()})
+    say({form: dict(zip(names, map(statistics.median, zip(*times)))) for form, times in found.items()})
 
 
 # The asynchronous part of stall. Numbers that a contribution has, unless it has the whole model; all but the trainer's first
@@ -266,7 +239,7 @@ def stall(options):
         pool.shutdown()
     made = [float(line) for line in Path(options.times).read_text().split("\n")[:-1]]
     ages = [have - made[number - 1] for have, number in opens]
-    say(age=sum(ages) / count, stall=stalled / took, pulls=pulled / count)
+    say({"age": sum(ages) / count, "stall": stalled / took, "pulls": pulled / count})
 
 
 class Written:
@@ -333,7 +306,7 @@ def overlap(options):
         over = time.monotonic()
         taken = {"step": over - began, "compute": computed, "write": written, "end": ended - begin, "open": over - ended}
         found.append(taken)
-    print(json.dumps(found[WARM:]))
+    say(found[WARM:])
 
 
 @task("model", ("size", int), ("piece", int), ("pause", float), ("value", int))
@@ -345,7 +318,7 @@ def publish(options):
         time.sleep(options.pause)
         assert os.write(file, data) == len(data)
     os.close(file)
-    say(at=begin)
+    say({"at": begin})
 
 
 @task("model", ("version", int))
@@ -357,10 +330,8 @@ def await_(options):
     weights = Path(options.model, "weights").read_bytes()
     end = time.monotonic()
     assert set(weights) == {options.version}, "these are other weights"
-    say(at=end)
+    say({"at": end})
 
 
 if __name__ == "__main__":
-    sys.dont_write_bytecode = True
-    asked_for = PARSER.parse_args()
-    asked_for.task(asked_for)
+    main(__doc__)

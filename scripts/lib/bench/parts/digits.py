@@ -19,8 +19,6 @@ from machine import ROOT, say
 from netns import Cluster, Hosts, Link
 from report import Figure
 
-from bench import jobs
-
 RATE, BLOCK = 200e6, 64 << 10
 COMPUTE, STEPS = 0.2, 100
 ACCURACY = 0.95
@@ -58,9 +56,9 @@ def _run(hosts, mounts, data, name):
     """One training: what the first learner has found, with both learners' stall share."""
     running = []
     for rank, (host, path) in enumerate(mounts):
-        words = ["--rank", rank, "--learners", len(mounts), "--steps", STEPS, "--compute", COMPUTE]
-        command = [sys.executable, jobs.WORK / "classifiers.py", "slow", path / name, *words]
-        running.append(hosts.start(host, command, {"DIGITS_NPZ": str(data)}, f"the learner on {host}"))
+        words = ["--rank", rank, "--learners", len(mounts)]
+        words += ["--steps", STEPS, "--compute", COMPUTE]
+        running.append(hosts.work(host, "classifiers.py", "slow", path / name, *words, env={"DIGITS_NPZ": str(data)}))
     found = [learner.found(DEADLINE) for learner in running]
     hosts.check()
     curve = found[0]["curve"]

@@ -7,15 +7,11 @@ model takes about 90 ms on its link.
 """
 
 import json
-import sys
 import time
 
 from machine import MIB, Failed, say
 from netns import Cluster, Hosts, Link
 
-from bench import jobs
-
-WORK = jobs.WORK / "hosts.py"
 SIZE, BLOCK, RATE = 2 * MIB, 64 << 10, 200e6
 CHUNKS, COMPUTE = 8, 0.25
 POLICIES = ("on-demand", "eager", "adaptive")
@@ -39,16 +35,13 @@ def _traces(binary):
     found = {}
     with Hosts(["shard", "learner"], Link(rate=RATE)) as hosts:
         words = ["--size", SIZE, "--block-size", BLOCK, "--reducer", "sum", "--consistency", "async"]
-        cluster = Cluster.of(hosts, binary, *words)
-        models = {host: cluster.mount(host) / "model" for host in hosts.names}
-        model, output = models["learner"], hosts.scratch / "trace.json"
-        train = [sys.executable, WORK, "train", models["shard"], hosts.scratch / "times"]
-        hosts.start("shard", train).wait_for("trains")
+        cluster = Cluster.of(hosts, binary, *words, mounts=hosts.names)
+        model, output = cluster.model("learner"), hosts.scratch / "trace.json"
+        hosts.work("shard", "hosts.py", "train", cluster.model("shard"), hosts.scratch / "times").wait_for("trains")
         steps = int((BEFORE + TRACED) / COMPUTE)
         for policy in POLICIES:
             hosts.path("learner", model / "control" / "pull").write_text(policy)
-            words = ["overlap", model, "written", SIZE, CHUNKS, COMPUTE, steps]
-            learner = hosts.start("learner", [sys.executable, WORK, *words])
+            learner = hosts.work("learner", "hosts.py", "overlap", model, "written", SIZE, CHUNKS, COMPUTE, steps)
             learner.wait_for("ready")
             time.sleep(BEFORE)
             command = [binary, "trace", model.parent, "--seconds", TRACED, "-o", output]

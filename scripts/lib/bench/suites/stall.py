@@ -29,20 +29,17 @@ until it is read is compared with the time that the bytes take on one link, by i
 """
 
 import statistics
-import sys
 
 from machine import MIB, Failed, require, say
 from netns import Cluster, Hosts, Link
 from report import Figure, times
 
-from bench import jobs
 from bench.parts import digits, overlap, timelines
 
 PARTS = ("sync", "async", "publish", "digits", "timelines")
 USUAL = {True: ("sync", "async"), False: PARTS[:4]}
 CHART = "draw digits.svg and .png there, or stall.svg and .png with --only timelines"
 QUICK = "fewer cases, shorter turns, and only sync and async: below 45 s once it is built"
-WORK = jobs.WORK / "hosts.py"
 # A block that is written in part travels as a whole.
 BLOCK, RATE = 64 << 10, 200e6
 POLICIES = ("adaptive", "after-push", "eager", "on-demand", "whole")
@@ -60,17 +57,16 @@ def asynchronous(bench, gradfs):
     found = {policy: [] for policy in policies}
     with Hosts(["shard", "learner"], Link(rate=RATE)) as hosts:
         words = ["--size", MIB, "--block-size", BLOCK, "--reducer", "sum", "--consistency", "async"]
-        cluster = Cluster.of(hosts, gradfs, *words)
-        paths = {host: cluster.mount(host) / "model" for host in hosts.names}
+        cluster = Cluster.of(hosts, gradfs, *words, mounts=hosts.names)
         say(f"links of {hosts.way}")
         times = hosts.scratch / "times"
-        trainer = hosts.start("shard", [sys.executable, WORK, "train", paths["shard"], times])
+        trainer = hosts.work("shard", "hosts.py", "train", cluster.model("shard"), times)
         trainer.wait_for("trains")
         for turn in range(ROUNDS):
             for policy in policies:
                 bench.quiet.wait()
-                words = ["stall", paths["learner"], times, policy, steps, turn * steps, ROUNDS * steps]
-                found[policy].append(hosts.start("learner", [sys.executable, WORK, *words]).found(DEADLINE))
+                words = [cluster.model("learner"), times, policy, steps, turn * steps, ROUNDS * steps]
+                found[policy].append(hosts.work("learner", "hosts.py", "stall", *words).found(DEADLINE))
             hosts.check()
             say(f"turn {turn + 1} of {ROUNDS}")
         trainer.stop()
@@ -101,10 +97,10 @@ def publications(bench, gradfs):
             for pace, pause in PAUSES.items():
                 bench.quiet.wait()
                 version += 1
-                reader = hosts.start("to", [sys.executable, WORK, "await", reads, version])
+                reader = hosts.work("to", "hosts.py", "await", reads, version)
                 reader.wait_for("waits")
-                words = ["publish", sends, SIZE, PIECE, pause, version]
-                begin = hosts.start("from", [sys.executable, WORK, *words]).found(DEADLINE)["at"]
+                words = [sends, SIZE, PIECE, pause, version]
+                begin = hosts.work("from", "hosts.py", "publish", *words).found(DEADLINE)["at"]
                 found[pace].append(reader.found(DEADLINE)["at"] - begin)
         hosts.check()
     wire = SIZE * 8 / PUBLISH_RATE
