@@ -18,7 +18,8 @@ from patience import HANGS
 # At the end: what the tests call by the same name is theirs.
 sys.path.append(str(REPOSITORY / "scripts/lib"))
 
-from netns import Cluster, Hosts, Link, NotPermitted, require_permission  # noqa: E402
+from machine import CannotBeHad  # noqa: E402
+from netns import Cluster, Hosts, Link, require_permission  # noqa: E402
 
 SCRIPT = REPOSITORY / "scripts/netns-cluster"
 NOT_PERMITTED = 77
@@ -29,7 +30,7 @@ SIZE = 1 << 20
 def permitted():
     try:
         require_permission()
-    except NotPermitted as why:
+    except CannotBeHad as why:
         pytest.skip(str(why))
 
 

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import Failed
+from machine import CannotBeHad, Failed
 from programs import Program, libc, output_of
 
 COMMAND_DEADLINE = 30.0
@@ -39,10 +39,6 @@ PORT = 7070
 _CLONE_NEWNET = 0x40000000
 _SIOCETHTOOL, _ETHTOOL_STXCSUM = 0x8946, 0x17
 _TC_ACT_SHOT = 2
-
-
-class NotPermitted(Exception):
-    """Such hosts cannot be had here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +59,6 @@ class Link:
         words += [f"{self.rate / 1e6:g} Mbit/s"] if self.rate else []
         return ", ".join(words) or "no delay, no loss"
 
-    def netem(self):
-        """The arguments of tc(8)."""
-        words = ["netem", "limit", "100000", *(["delay", f"{self.delay * 1e6:.0f}us"] if self.delay else [])]
-        words += ["loss", f"{self.loss * 100:g}%"] if self.loss else []
-        return words + (["rate", f"{self.rate:.0f}bit"] if self.rate else [])
-
 
 def run(*command, check=True):
     """Runs a short command; its output. Failed says what it said."""
@@ -80,25 +70,19 @@ def run(*command, check=True):
 
 
 def require_permission():
-    """Raises NotPermitted where network namespaces and mounts in them cannot be had."""
+    """Raises CannotBeHad where network namespaces and mounts in them cannot be had."""
     for program, package in {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsenter": "util-linux"}.items():
         if not shutil.which(program):
-            raise NotPermitted(f"{program} is not installed ({package})")
+            raise CannotBeHad(f"{program} is not installed ({package})")
     if os.geteuid() != 0:
-        raise NotPermitted("making network namespaces takes root")
+        raise CannotBeHad("making network namespaces takes root")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        raise NotPermitted("/dev/fuse is missing or not permitted")
-    name = f"gradfs-{os.getpid()}-try"
+        raise CannotBeHad("/dev/fuse is missing or not permitted")
+    links = f"ip link add {BRIDGE} type bridge && ip link add left type veth peer name right"
     try:
-        run("ip", "netns", "add", name)
-        try:
-            run("ip", "-n", name, "link", "add", "name", BRIDGE, "type", "bridge")
-            run("ip", "-n", name, "link", "add", "name", "left", "type", "veth", "peer", "name", "right")
-            run("nsenter", f"--net={NAMED / name}", "unshare", "--mount", "--uts", "true")
-        finally:
-            run("ip", "netns", "del", name, check=False)
+        run("unshare", "--net", "--mount", "--uts", "sh", "-c", links)
     except Failed as error:
-        raise NotPermitted(f"network namespaces are not permitted here: {error}") from error
+        raise CannotBeHad(f"network namespaces are not permitted here: {error}") from error
 
 
 def remove_leftovers():
@@ -147,7 +131,7 @@ class Hosts:
 
     def __init__(self, names, link=Link(), congestion=None):
         """`congestion` is the TCP congestion control of all hosts, or the machine's."""
-        self.names, self.link, self.congestion, self.way = list(names), link, congestion, ""
+        self.names, self.link, self.congestion = list(names), link, congestion
         self.scratch = self._relay = None
         self._made, self._keepers, self._programs = [], {}, []
 
@@ -186,10 +170,6 @@ class Hosts:
     def enter(self, host):
         """The command that, followed by another, runs it on the host."""
         return ["nsenter", "--target", str(self._keepers[host].process.pid), "--net", "--mount", "--uts"]
-
-    def sysctl(self, host, name):
-        """The host's setting, as net.ipv4.tcp_congestion_control; those of the network alone."""
-        return _in_namespace(self.namespace(host), _setting(name).read_text).strip()
 
     # What runs on them.
 
@@ -230,7 +210,8 @@ class Hosts:
         run("ip", "-n", switch, "link", "set", "dev", BRIDGE, "up")
         for host in self.names:
             self._connect(switch, host)
-        self._condition(switch)
+        if self.link:
+            self._condition(switch)
         for host in self.names:
             keeper = ["nsenter", f"--net={NAMED / self.namespace(host)}", "unshare", "--mount", "--uts"]
             script = f"echo {host} >/proc/sys/kernel/hostname; echo ready; exec sleep infinity"
@@ -259,21 +240,9 @@ class Hosts:
                 raise Failed(f"congestion control {self.congestion}: {error.strerror}") from error
 
     def _condition(self, switch):
-        """Has the links be as they are to be: by netem, or by a relay where the kernel has none."""
-        self.way = str(self.link)
-        if not self.link:
-            return
+        """Has a relay make the links what they are to be: netem is missing in some kernels."""
         for host in self.names:
             _in_namespace(self.namespace(host), lambda: _send_packets_as_they_are("eth0"))
-        try:
-            for host in self.names:
-                run("tc", "-n", self.namespace(host), "qdisc", "add", "dev", "eth0", "root", *self.link.netem())
-            self.way = f"{self.link} (netem)"
-            return
-        except Failed as error:
-            if "qdisc kind is unknown" not in str(error):
-                raise NotPermitted(f"netem is not permitted here: {error}") from error
-        self.way = f"{self.link} (relay: this kernel has no netem)"
         for host in self.names:
             # The bridge gets none of what hosts send; the relay sees it before this filter does.
             run("tc", "-n", switch, "qdisc", "add", "dev", host, "clsact")

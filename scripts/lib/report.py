@@ -42,6 +42,12 @@ def times(name, ours, other, target=None, op=">=", words=None):
     return ratio(name, other / ours if op == ">=" else ours / other, target, words(ours), words(other), op)
 
 
+def worst(name, rows, target, op=">="):
+    """The worst of several ratios."""
+    row = (min if op == ">=" else max)(rows, key=lambda row: row.value)
+    return ratio(name, row.value, target, row.ours, row.other, op)
+
+
 def gib_s(value):
     return f"{value:.2f} GiB/s"
 

@@ -22,10 +22,6 @@ RECIPE = 2
 PATIENCE = 1800.0
 
 
-class CannotBeHad(Failed):
-    """This machine cannot have virtual machines of this kind; the reason is for people."""
-
-
 def folder():
     """Where images are kept."""
     named = os.environ.get("GRADFS_RDMA_VM")

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 
 import image
-from image import CannotBeHad, Image
-from machine import MIB, ROOT, Failed, say
+from image import Image
+from machine import MIB, CannotBeHad, Failed, finished, say
 from programs import output_of
 
 DEADLINE = 1800.0
@@ -120,7 +120,7 @@ def check_host():
     if missing:
         say(f"installing {', '.join(missing)}")
         try:
-            command(ROOT / "scripts" / "setup", *(f"package:{name}" for name in missing))
+            finished("scripts/setup", *(f"package:{name}" for name in missing))
         except Failed as error:
             raise CannotBeHad(f"{', '.join(missing)} missing (as root: apt-get install {' '.join(missing)})") from error
 

@@ -15,6 +15,7 @@ import sys
 import time
 from itertools import chain, count, islice
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 sys.dont_write_bytecode = True
@@ -165,15 +166,6 @@ class LeNet:
 NETWORKS = {"perceptron": Perceptron, "lenet": LeNet}
 
 
-def shares(images, labels, case, epoch):
-    """This learner's share of each batch of all learners."""
-    order = numpy.random.default_rng([case["seed"], epoch]).permutation(len(images))
-    of_all = case["batch"] * case["learners"]
-    for start in range(0, len(order) - of_all + 1, of_all):
-        mine = order[start + case["rank"] * case["batch"] :][: case["batch"]]
-        yield images[mine], labels[mine]
-
-
 @task(("model", real), ("case", json.loads))
 def way(options):
     """All epochs of the case, a JSON object.
@@ -199,10 +191,12 @@ def way(options):
         # Bytes that the mount has sent so far.
         return json.loads((model / "status.json").read_text())["payload"]["pushed_bytes"]
 
+    job = SimpleNamespace(batch=case["batch"] * case["learners"], seed=case["seed"])
     inner, rate, curve, waiting = case["inner"], numpy.float32(case["rate"]), [], []
     begin, before = time.monotonic(), pushed()
     for epoch in range(case["epochs"]):
-        for batch in shares(images, labels, case, epoch):
+        for of_all in shared.epoch_batches(images, labels, job, epoch):
+            batch = [shared.share(part, case["rank"], case["learners"]) for part in of_all]
             if not inner:
                 write(network.gradient(read(directory / "weights"), *batch))
                 continue

@@ -243,32 +243,31 @@ def stall(options):
 
 
 class Written:
-    """Chunks by write(2)."""
+    """Chunks by write(2). A step opens the file."""
 
     def __init__(self, learner, data):
-        self.learner, self.data, self.file = learner, data, None
+        self.path, self.data = f"{learner}/gradients", data
 
     def begin(self):
-        """A step."""
-        self.file = os.open(f"{self.learner}/gradients", os.O_WRONLY)
+        self.file = os.open(self.path, os.O_WRONLY)
 
     def chunk(self, start, end):
-        """These bytes are computed."""
         os.pwrite(self.file, self.data[start:end], start)
 
     def end(self):
-        """Of the contribution."""
         os.fsync(self.file)
         os.close(self.file)
 
 
-class Fallocate(Written):
+class Fallocate:
     """Chunks that are stored into the mapped file, and are final then."""
 
+    def __init__(self, learner, data):
+        self.data, self.file = data, os.open(f"{learner}/gradients", os.O_RDWR | os.O_DIRECT)
+        self.memory = mmap.mmap(self.file, len(data))
+
     def begin(self):
-        if self.file is None:
-            self.file = os.open(f"{self.learner}/gradients", os.O_RDWR | os.O_DIRECT)
-            self.memory = mmap.mmap(self.file, len(self.data))
+        """It stays open."""
 
     def chunk(self, start, end):
         self.memory[start:end] = self.data[start:end]

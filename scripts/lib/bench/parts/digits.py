@@ -67,7 +67,7 @@ def _run(hosts, mounts, data, name):
     return {"seconds": curve[reached][0], "steps": reached, "stall": stall, "curve": curve}
 
 
-def measure(binary, quiet, rounds=ROUNDS):
+def measure(binary, rounds=ROUNDS):
     """{(consistency, policy): [runs]}."""
     cases = [(consistency, policy) for consistency in CONSISTENCIES for policy in POLICIES]
     found = {case: [] for case in cases}
@@ -81,9 +81,8 @@ def measure(binary, quiet, rounds=ROUNDS):
             words += ["--learning-rate", CONSISTENCIES[consistency], "--learners", len(places)]
             cluster.create(name, *words, "--consistency", consistency, "--pull", policy)
         mounts = [(host, cluster.mount(host)) for host in places]
-        say(f"links of {hosts.way}")
+        say(f"links of {hosts.link}")
         for turn, case, name in turns:
-            quiet.wait()
             run = _run(hosts, mounts, data, name)
             found[case].append(run)
             say(f"turn {turn + 1} of {rounds}, {', '.join(case)}: {run['seconds']:.1f} s, {run['steps']} steps")

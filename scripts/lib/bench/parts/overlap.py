@@ -113,13 +113,12 @@ class Job:
         run("written", "long-adaptive", LONG)
 
 
-def measure(binary, learner, quiet, quick):
+def measure(binary, learner, quick):
     """{(learners, hosts): {(way, run): medians}}; `learner` is the program of the library's learners, if there is one."""
     found, alone = {}, None
     for learners, on in CASES[:1] if quick else CASES:
         with Hosts(["shard", *(f"host{at + 1}" for at in range(on))], Link(rate=RATE)) as hosts:
             job = Job(hosts, binary, learners, quick)
-            quiet.wait()
             alone = alone or job.by_sockets()
             if learner:
                 job.by_library(learner, alone * on)

@@ -126,7 +126,6 @@ def measure(bench, gradfs):
         for name in [name for name in PARTS if name in bench.only]:
             curves = found.setdefault(network, {}).setdefault(name, [])
             for seed in range(seeds):
-                bench.quiet.wait()
                 curves.append(train(bench, gradfs, network, name, epochs, seed))
             say(f"{network}, {name}: {curves[0][-1][3]:.3f} after {epochs} epochs")
     return found

@@ -58,14 +58,13 @@ def asynchronous(bench, gradfs):
     with Hosts(["shard", "learner"], Link(rate=RATE)) as hosts:
         words = ["--size", MIB, "--block-size", BLOCK, "--reducer", "sum", "--consistency", "async"]
         cluster = Cluster.of(hosts, gradfs, *words, mounts=hosts.names)
-        say(f"links of {hosts.way}")
-        times = hosts.scratch / "times"
-        trainer = hosts.work("shard", "hosts.py", "train", cluster.model("shard"), times)
+        say(f"links of {hosts.link}")
+        made = hosts.scratch / "times"
+        trainer = hosts.work("shard", "hosts.py", "train", cluster.model("shard"), made)
         trainer.wait_for("trains")
         for turn in range(ROUNDS):
             for policy in policies:
-                bench.quiet.wait()
-                words = [cluster.model("learner"), times, policy, steps, turn * steps, ROUNDS * steps]
+                words = [cluster.model("learner"), made, policy, steps, turn * steps, ROUNDS * steps]
                 found[policy].append(hosts.work("learner", "hosts.py", "stall", *words).found(DEADLINE))
             hosts.check()
             say(f"turn {turn + 1} of {ROUNDS}")
@@ -92,10 +91,9 @@ def publications(bench, gradfs):
     with Hosts(["shard", "from", "to"], Link(rate=PUBLISH_RATE)) as hosts:
         cluster = Cluster.of(hosts, gradfs, "--size", SIZE, "--reducer", "assign")
         sends, reads = (cluster.mount(host, "--transport", "tcp") / "model" for host in ("from", "to"))
-        say(f"publications over links of {hosts.way}")
+        say(f"publications over links of {hosts.link}")
         for _ in range(3 if bench.quick else 7):
             for pace, pause in PAUSES.items():
-                bench.quiet.wait()
                 version += 1
                 reader = hosts.work("to", "hosts.py", "await", reads, version)
                 reader.wait_for("waits")
@@ -123,13 +121,13 @@ def run(bench):
             (learner,) = bench.binaries("bench_learner")
         except Failed as error:
             say(f"without learners by the library: {error}")
-        figures += overlap.figures(overlap.measure(gradfs, learner, bench.quiet, bench.quick))
+        figures += overlap.figures(overlap.measure(gradfs, learner, bench.quick))
     if "async" in bench.only:
         figures += asynchronous(bench, gradfs)
     if "publish" in bench.only:
         figures += publications(bench, gradfs)
     if "digits" in bench.only:
-        found = digits.measure(gradfs, bench.quiet, 1 if bench.quick else digits.ROUNDS)
+        found = digits.measure(gradfs, 1 if bench.quick else digits.ROUNDS)
         figures += digits.figures(found)
         if bench.chart:
             digits.draw(found, bench.chart_path("digits"))

@@ -24,8 +24,7 @@ def run(bench):
     with Hosts(["shard", "learner"], Link(rate=RATE)) as hosts:
         cluster = Cluster.of(hosts, gradfs, "--size", size, "--reducer", "sum", "--pull", "on-demand")
         path = cluster.mount("learner", "--transport", "tcp") / "model"
-        say(f"{size // MIB} MiB over links of {hosts.way}")
-        bench.quiet.wait()
+        say(f"{size // MIB} MiB over links of {hosts.link}")
         found = hosts.work("learner", "hosts.py", "wire", path, rounds, *FORMS).found(DEADLINE)
         hosts.check()
     figures = []
