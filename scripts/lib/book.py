@@ -114,21 +114,17 @@ def form_faults(docs, generated):
                 yield f"docs/{page}:{number}: {len(line)} columns, {WIDTH} at most: wrap it; a row of a table may be longer"
 
 
-def source_faults(root, sources):
-    """Source files that Markdown files name, and that are not there. `a/{b,c}.rs` names two."""
-    for source in sources:
-        for number, line in enumerate(source.read_text().splitlines(), 1):
-            for name in _SOURCE.findall(line):
-                head, rest = name.split("/", 1)
-                before, brace, behind = f"{_SHORT.get(head, head)}/{rest}".partition("{")
-                choices, _, end = behind.partition("}")
-                for path in [f"{before}{choice}{end}" for choice in choices.split(",")] if brace else [before]:
-                    if not (root / path).exists():
-                        yield f"{source.relative_to(root)}:{number}: there is no {path}"
+def _spelled_out(name):
+    """The source files of a name: `a/{b,c}.rs` is two."""
+    head, rest = name.split("/", 1)
+    before, brace, behind = f"{_SHORT.get(head, head)}/{rest}".partition("{")
+    choices, _, end = behind.partition("}")
+    return [f"{before}{choice}{end}" for choice in choices.split(",")] if brace else [before]
 
 
 def named_faults(root, files):
-    """Files of docs/ that other files name, and that are not there. The tests of this name made-up ones."""
+    """Files that others name, and that are not there: of docs/, and in Markdown of sources. The tests of this name made-up
+    ones."""
     for path in files:
         if path.name == "test_docs.py":
             continue
@@ -137,7 +133,8 @@ def named_faults(root, files):
         except (UnicodeDecodeError, OSError):
             continue
         for number, line in enumerate(text.splitlines(), 1):
-            for name in _NAMED.findall(line):
+            sources = _SOURCE.findall(line) if path.suffix == ".md" else ()
+            for name in [*_NAMED.findall(line), *(one for name in sources for one in _spelled_out(name))]:
                 if not (root / name).exists():
                     yield f"{path.relative_to(root)}:{number}: there is no {name}"
 
