@@ -61,6 +61,13 @@ def current():
     return Image(path) if link.is_symlink() and (path / "about.json").exists() else None
 
 
+def required():
+    """The same, which must be there."""
+    if there := current():
+        return there
+    raise Failed("not set up yet: scripts/rdma-vm setup")
+
+
 @contextmanager
 def only_one():
     """One setup at a time; waits for the other one."""

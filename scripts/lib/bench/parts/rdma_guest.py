@@ -104,10 +104,10 @@ class Contender:
 
 
 class Race:
-    """Contenders' rounds in turn, and what was found: {name: [values]}."""
+    """Contenders' rounds in turn, and what was found: {name: ([values], unit)}."""
 
     def __init__(self, stack, job):
-        self.job, self.found, self.units, self.counting, self.ends = job, {}, {}, False, {}
+        self.job, self.found, self.counting, self.ends = job, {}, False, {}
         for name in job["contenders"]:
             of = {"learners": LEARNERS, "reads": name in ("rdma", "tcp")}
             self.ends[name] = Contender(stack, name, job, job["size"], job["block"], **of)
@@ -117,8 +117,7 @@ class Race:
 
     def add(self, name, value, unit):
         if self.counting:
-            self.found.setdefault(name, []).append(value)
-            self.units[name] = unit
+            self.found.setdefault(name, ([], unit))[0].append(value)
 
     def perftest(self, program, way):
         job = self.job
@@ -153,7 +152,7 @@ class Race:
             end.check()
 
     def median(self, name):
-        return statistics.median(self.found[name])
+        return statistics.median(self.found[name][0])
 
     def best(self, program):
         """The faster way of a program of perftest."""
@@ -188,9 +187,9 @@ def figures_of(race):
     for name, program in ("static", "ib_write_bw"), ("dynamic", "ib_read_bw"):
         if name in race.ends:
             figures.append(rate(f"rdma_push_{name}_vs_{program}", f"{name} push", program))
-    for name in race.found:
+    for name, (_, unit) in race.found.items():
         key = name.replace("'s", "").replace(",", "").replace(" ", "_").lower()
-        figures.append(Figure(key, race.median(name), race.units[name]))
+        figures.append(Figure(key, race.median(name), unit))
     return figures
 
 
@@ -215,7 +214,7 @@ def run():
         race = Race(stack, job)
         race.run(job["seconds"])
         result["figures"] = [asdict(figure) for figure in figures_of(race)]
-        result["measured"] = {name: (values, race.units[name]) for name, values in race.found.items()}
+        result["measured"] = race.found
     if job["chart"]:
         result["series"] = by_block_size(job)
     (SHARE / "result.json").write_text(json.dumps(result))
