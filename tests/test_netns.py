@@ -111,12 +111,12 @@ def test_a_partition_longer_than_the_lease_makes_the_others_go_on(cluster):
     two = cluster(2, 2, lease=5, timeout=200)
     learners = [start_learner(two, rank, 40, "--pause", "0.02") for rank in range(2)]
     wait_until(lambda: steps_said(learners[1]) >= 5, "five steps")
-    two.hosts.cut("learner1")
+    two.hosts.set_port("learner1", "down")
     begun = time.monotonic()
     other = learners[0].found(HANGS)
     assert (other["taken"], other["failed"]) == (40, None)
     assert time.monotonic() - begun > 3, "it waited for the lease"
-    two.hosts.heal("learner1")
+    two.hosts.set_port("learner1", "up")
     cut_off = learners[1].found(HANGS)
     assert cut_off["failed"] and 5 <= cut_off["taken"] < 40, cut_off
     ends = [outcome(two, 40, taken) for taken in (cut_off["taken"], cut_off["taken"] + 1)]

@@ -9,7 +9,7 @@ what is mounted there.
         cluster = Cluster.of(hosts, binary, "--size", "1MiB", mounts=["learner1"])
         hosts.start("learner1", ["cat", cluster.model("learner1") / "version"]).finish(10)
 
-What is mounted on a host is seen from outside as well, below `hosts.root(host)`.
+What is mounted on a host is seen from outside as well: `hosts.path(host, …)`.
 """
 
 import ctypes
@@ -31,6 +31,8 @@ COMMAND_DEADLINE = 30.0
 WORK = Path(__file__).resolve().parent / "work"
 
 NAMED = Path("/run/netns")
+# Those of the namespace that whoever opens them is in.
+SETTINGS = Path("/proc/sys/net")
 SCRATCH = "gradfs-netns-"
 BRIDGE = "br0"
 NETWORK = "10.77.0"
@@ -113,11 +115,6 @@ def _in_namespace(name, call):
         return pool.submit(inside).result()
 
 
-def _setting(name):
-    """The file of a network setting: of the namespace that whoever opens it is in."""
-    return Path("/proc/sys") / name.replace(".", "/")
-
-
 def _send_packets_as_they_are(interface):
     """Turns checksum offload off, and with it coalescing: what is sent is packets of one MTU, with checksums."""
     value = ctypes.create_string_buffer(struct.pack("II", _ETHTOOL_STXCSUM, 0))
@@ -159,13 +156,9 @@ class Hosts:
         """Its IP address."""
         return f"{NETWORK}.{self.names.index(host) + 1}"
 
-    def root(self, host):
-        """The host's root directory, as seen from outside."""
-        return Path(f"/proc/{self._keepers[host].process.pid}/root")
-
     def path(self, host, path):
         """A path that programs on the host know, as seen from outside."""
-        return self.root(host) / str(path).lstrip("/")
+        return Path(f"/proc/{self._keepers[host].pid}/root/{path}")
 
     def enter(self, host):
         """The command that, followed by another, runs it on the host."""
@@ -187,18 +180,14 @@ class Hosts:
 
     # What becomes of their links.
 
-    def cut(self, host):
-        """Nothing comes from the host or gets there any more; the other hosts are not told, and no socket is."""
-        run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "down")
-
-    def heal(self, host):
-        """The host is back."""
-        run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "up")
+    def set_port(self, host, state, check=True):
+        """`down`: nothing comes from the host or gets there; the other hosts are not told, and no socket is. `up`: it is back."""
+        run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, state, check=check)
 
     # How they are made, and end.
 
     def _wire(self):
-        setting = _setting("net.ipv6.conf.all.disable_ipv6")
+        setting = SETTINGS / "ipv6/conf/all/disable_ipv6"
         for name in ["switch", *self.names]:
             run("ip", "netns", "add", self.namespace(name))
             self._made.append(name)
@@ -233,7 +222,7 @@ class Hosts:
         # It need not learn where hosts are, and where it does not see what they send it could not.
         run("nsenter", f"--net={NAMED / switch}", "bridge", "fdb", "add", mac, "dev", host, "master", "static")
         if self.congestion:
-            setting = _setting("net.ipv4.tcp_congestion_control")
+            setting = SETTINGS / "ipv4/tcp_congestion_control"
             try:
                 _in_namespace(namespace, lambda: setting.write_text(self.congestion))
             except OSError as error:
@@ -264,7 +253,7 @@ class Hosts:
         for host in self.names:
             if host in self._keepers:
                 # So that whoever is to end can say so to the others.
-                run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "up", check=False)
+                self.set_port(host, "up", check=False)
         # Mounts are told first, then shards: what was started last ends first.
         relay = [self._relay] if self._relay else []
         for program in [*reversed(self._programs), *self._keepers.values(), *relay]:

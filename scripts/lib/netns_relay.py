@@ -1,5 +1,7 @@
 """The link of hosts in network namespaces: a process that holds frames back.
 
+    netns_relay.py DELAY LOSS RATE MTU OUT PORTS...
+
 It runs in the switch's namespace. Frames that come in by `PORTS` go out through the bridge `OUT`, later, and some
 not at all; the bridge itself must not take them. So that is what a host sends; what it receives comes from the bridge
 directly.
@@ -8,13 +10,13 @@ Frames are moved by recvmmsg(2) and sendmmsg(2) through ctypes, many at a time a
 Python would be the slowest part of the network.
 """
 
-import argparse
 import ctypes
 import errno
 import os
 import random
 import select
 import socket
+import sys
 import time
 from collections import deque
 
@@ -151,20 +153,17 @@ def relay(ports, target, delay, rate):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, kind in {"delay": float, "loss": float, "rate": float, "mtu": int, "out": str}.items():
-        parser.add_argument(name, type=kind)
-    parser.add_argument("ports", nargs="+")
-    options = parser.parse_args()
+    mtu, out, *names = sys.argv[4:]
+    delay, loss, rate = map(float, sys.argv[1:4])
     # Waits are to end when they are due, not 50 microseconds later.
     _libc.prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
     os.nice(-10)
-    room = FRAMES_IN_TURN if options.rate else MOST_FRAMES
-    frame = -(-(options.mtu + HEADER) // LINE) * LINE
-    ports = [Port(name, room, frame, options.loss) for name in options.ports]
-    target = packet_socket(options.out, 0)
+    room = FRAMES_IN_TURN if rate else MOST_FRAMES
+    frame = -(-(int(mtu) + HEADER) // LINE) * LINE
+    ports = [Port(name, room, frame, loss) for name in names]
+    target = packet_socket(out, 0)
     print("ready", flush=True)
-    relay(ports, target, options.delay, options.rate)
+    relay(ports, target, delay, rate)
 
 
 if __name__ == "__main__":
