@@ -164,9 +164,7 @@ class Peer:
     def end(self):
         """Sees to it that it is gone."""
         self.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_DEADLINE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(STOP_DEADLINE)
+        stop(self.process)
         self.process.stdout.close()

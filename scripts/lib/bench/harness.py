@@ -14,7 +14,7 @@ from pathlib import Path
 from machine import GIB, build, existing, main, require_fuse, say, warn_if_busy
 from report import print_figures, write_json
 
-from bench.against import PASSES, Comparison, report, sides
+from bench.against import PASSES, Comparison, report
 
 QUICK = "less of everything: below 45 s once it is built"
 
@@ -45,10 +45,6 @@ class Bench:
         require_fuse()
         found = self.binaries("gradfs", *examples)
         return found if examples else found[0]
-
-    def sides(self, new):
-        """{side: binary}, of one side or both."""
-        return sides(new, self.against)
 
     def compare(self, names, new, old, words, **options):
         """Notes what the passes of both sides found, as Comparison has it."""

@@ -88,10 +88,11 @@ class Rival:
         self.ask(f"check {self.pushes}", "check")
 
 
-def turns(acts, count, warm_up=0, order="same"):
+def turns(acts, count, warm_up=0, order="same", rivals=()):
     """Has each of {name: a call that gives numbers} take turns; gives {name: all numbers} without those of the warm-up.
 
-    The order may `alternate`, or be `shuffled` for each turn; it is the same in every run."""
+    The order may `alternate`, or be `shuffled` for each turn; it is the same in every run. In the end, what `rivals` have
+    must be right."""
     found, names, shuffle = {name: [] for name in acts}, list(acts), random.Random(0).shuffle
     for turn in range(warm_up + count):
         if order == "shuffled":
@@ -100,6 +101,8 @@ def turns(acts, count, warm_up=0, order="same"):
             numbers = acts[name]()
             if turn >= warm_up:
                 found[name] += numbers
+    for rival in rivals:
+        rival.check()
     return found
 
 

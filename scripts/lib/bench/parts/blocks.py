@@ -64,9 +64,7 @@ def race(names, start, ways):
         with ExitStack() as stack:
             contenders = {(name, size): start(stack, name, size, way.model or size) for size in SIZES for name in names}
             acts = {of: partial(_rates, rival, way) for of, rival in contenders.items()}
-            found = jobs.turns(acts, way.rounds, WARM_UP, "shuffled")
-            for rival in contenders.values():
-                rival.check()
+            found = jobs.turns(acts, way.rounds, WARM_UP, "shuffled", contenders.values())
         for at, what in enumerate(WHATS):
             for name in names:
                 rates = {size: statistics.median(rates[at] for rates in found[name, size]) for size in SIZES}
@@ -119,9 +117,7 @@ def _writes(bench, gradfs):
             for transport, mount in mounts.items()
             for way, job in WRITES.items()
         }
-        found = jobs.medians(jobs.turns(acts, WRITE_ROUNDS, order="shuffled"))
-        for mount in mounts.values():
-            mount.check()
+        found = jobs.medians(jobs.turns(acts, WRITE_ROUNDS, 0, "shuffled", mounts.values()))
     return {
         ("write", transport, way): {size: found[transport, way, size] for size in WRITE_SIZES}
         for transport in TRANSPORTS

@@ -17,6 +17,7 @@ import sys
 import numpy
 from machine import ROOT, say
 from netns import Cluster, Hosts, Link
+from programs import output_of
 from report import Figure
 
 RATE, BLOCK = 200e6, 64 << 10
@@ -43,15 +44,6 @@ def data_file(directory):
     return directory / "digits.npz"
 
 
-def _model_file(directory):
-    """The untrained model."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    import make_digits_model
-
-    make_digits_model.write_safetensors(directory / "digits.safetensors", make_digits_model.initial_weights())
-    return directory / "digits.safetensors"
-
-
 def _run(hosts, mounts, data, name):
     """One training: what the first learner has found, with both learners' stall share."""
     running = []
@@ -73,7 +65,8 @@ def measure(binary, rounds=ROUNDS):
     found = {case: [] for case in cases}
     with Hosts(["shard", "host1", "host2"], Link(rate=RATE)) as hosts:
         cluster, places = Cluster.of(hosts, binary), hosts.names[1:]
-        model, data = _model_file(hosts.scratch), data_file(hosts.scratch)
+        model, data = hosts.scratch / "digits.safetensors", data_file(hosts.scratch)
+        output_of(sys.executable, ROOT / "examples" / "make_digits_model.py", model)
         # A model for each run, as mounts show those that are there when they start.
         turns = [(turn, case, f"digits-{turn}-{at}") for turn in range(rounds) for at, case in enumerate(cases)]
         for _, (consistency, policy), name in turns:

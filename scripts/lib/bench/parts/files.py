@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 
@@ -20,6 +19,13 @@ def pattern(index):
     """MiB `index` of the pattern."""
     first = index * _COUNT % PERIOD
     return _PATTERN[first : first + _COUNT]
+
+
+def fill(model, count):
+    """Contributes so many MiB of the pattern."""
+    with open(model / "gradients", "wb", buffering=0) as file:
+        for index in range(count):
+            file.write(pattern(index).tobytes())
 
 
 def new_version(model):
@@ -40,22 +46,14 @@ def listing(path, count):
     return took
 
 
-# Takes the time of a core that nobody else wants.
-_SPIN = """import os, sys
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-os.sched_setaffinity(0, {int(sys.argv[1])})
-while True:
-    pass
-"""
-
-
 @contextmanager
 def awake():
     """Keeps the cores from halting: to wake one takes longer than all that a small commit does, in a virtual machine."""
     spinning = []
     try:
         for core in os.sched_getaffinity(0):
-            command = [sys.executable, "-c", _SPIN, str(core)]
+            # It takes the time of a core that nobody else wants.
+            command = ["chrt", "--idle", "0", "taskset", "--cpu-list", str(core), "sh", "-c", "while :; do :; done"]
             spinning.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=end_with_parent))
         yield
     finally:

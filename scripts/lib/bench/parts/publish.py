@@ -57,10 +57,8 @@ class _Pair:
 def _race(bench, contenders, count):
     """Has each of {name: (a call that gives seconds, who is checked)} take turns; gives medians."""
     acts = {name: lambda act=act: [act() for _ in range(count)] for name, (act, _) in contenders.items()}
-    found = jobs.turns(acts, 5 if bench.quick else 15, WARM_UP)
-    for _, rival in contenders.values():
-        rival.check()
-    return jobs.medians(found)
+    rivals = [rival for _, rival in contenders.values()]
+    return jobs.medians(jobs.turns(acts, 5 if bench.quick else 15, WARM_UP, rivals=rivals))
 
 
 def _asked(rival, what):

@@ -44,9 +44,9 @@ from machine import GIB, MIB, Failed, require, require_memory, say
 from report import Figure, gib_s, microseconds, milliseconds, ratio, times
 
 from bench import baselines, fio, jobs
-from bench.against import NEW, OLD, joined, middle, named
+from bench.against import NEW, OLD, joined, middle, named, sides
 from bench.parts import publish
-from bench.parts.files import awake, listing, new_version, pattern
+from bench.parts.files import awake, fill, listing, new_version, pattern
 
 PARTS = ("reads", "writes", "hand", "list", "gloo", "commit", "publish")
 AGAINST = "bench_vs_old"
@@ -139,14 +139,9 @@ class Pass:
     def run(self, parts):
         if {"reads", "writes"} & parts:
             self.reads_and_writes(parts)
-        for part in ("hand", "list"):
+        for part in ("hand", "list", "gloo", "commit"):
             if part in parts:
                 getattr(self, part)()
-        if "gloo" in parts:
-            self.gloo(2, 1.2)
-            self.gloo(4, 1.5)
-        if "commit" in parts:
-            self.commit()
 
     @contextmanager
     def mounts(self, name, source, *options):
@@ -157,10 +152,10 @@ class Pass:
                 for side, binary in self.binaries.items()
             }
 
-    def turns(self, acts, rounds, warm_up):
+    def turns(self, acts, rounds, warm_up, rivals=()):
         """As jobs.turns has it; of two binaries, either comes first once."""
         order = "alternate" if len(self.binaries) > 1 else "same"
-        return jobs.turns(acts, rounds, warm_up, order)
+        return jobs.turns(acts, rounds, warm_up, order, rivals)
 
     def race(self, contenders, rounds, warm_up):
         """The seconds of steps in turn, of {name: (a rival, its way)}; in the end, what all of them have is right."""
@@ -170,10 +165,8 @@ class Pass:
                 rival.ask(f"set_way {way}", "set_way")
             return [rival.round("step").seconds]
 
-        found = self.turns({name: partial(step, *of) for name, of in contenders.items()}, rounds, warm_up)
-        for rival in {rival for rival, _ in contenders.values()}:
-            rival.check()
-        return found
+        acts = {name: partial(step, *of) for name, of in contenders.items()}
+        return self.turns(acts, rounds, warm_up, {rival for rival, _ in contenders.values()})
 
     def compared(self, names, rounds, words, **options):
         """Notes what the rounds of each side found of the figures that are made of them, as Comparison has it."""
@@ -197,9 +190,7 @@ class Pass:
     def fill(self, model, copy):
         """Contributes the pattern, verifies the version made of it, and copies that."""
         count = self.plan.size // MIB
-        with open(model / "gradients", "wb", buffering=0) as file:
-            for index in range(count):
-                file.write(pattern(index).tobytes())
+        fill(model, count)
         with open(model / "weights", "rb") as source, open(copy, "wb") as target:
             for index in range(count):
                 piece = source.read(MIB)
@@ -228,7 +219,7 @@ class Pass:
 
     def writes(self, models):
         """Contributions to `sum` and `adam` against the sinks."""
-        plan, rates = self.plan, {}
+        plan = self.plan
         with ExitStack() as stack:
             sinks = {
                 mode: stack.enter_context(jobs.sink(self.sink_binary, self.work / mode, plan.size, mode))
@@ -238,17 +229,14 @@ class Pass:
             places = {"copy": sinks.pop("copy"), **{named("sum", side): model for side, model in models.items()}}
             adams = stack.enter_context(self.mounts("adam", plan.size, "--reducer", "adam", "--learning-rate", "0.01"))
             places |= {named("adam", side): model for side, model in adams.items()} | sinks
-            order, turns = list(places.items()), plan.write_warm_up + plan.rounds
-            for turn in range(turns):
-                say(f"writing gradients: round {turn + 1} of {turns}")
-                for name, place in order:
-                    rate = fio.run("gradients-write-libaio", place, "1m", plan.size)
-                    if turn >= plan.write_warm_up:
-                        rates.setdefault(name, []).append(rate)
-                if len(models) > 1:
-                    order.reverse()
-            self.verify_writes(places, turns)
-        medians = {name: statistics.median(values) for name, values in rates.items()}
+            say("writing gradients")
+            acts = {
+                name: lambda place=place: [fio.run("gradients-write-libaio", place, "1m", plan.size)]
+                for name, place in places.items()
+            }
+            rates = self.turns(acts, plan.rounds, plan.write_warm_up)
+            self.verify_writes(places, plan.write_warm_up + plan.rounds)
+        medians = jobs.medians(rates)
         names = {"sum": [], "adam": []}
         for name, ours, other, target in (
             ("gradients_sum_vs_copy_sink", "sum", "copy", 0.75),
@@ -338,15 +326,17 @@ class Pass:
             with self.mounts(name, BLOCK, "--reducer", "sum") as models, ExitStack() as stack, keep():
                 rivals = {side: python(stack, ["commit", model]) for side, model in models.items()}
                 acts = {side: partial(rival.repeat, COMMITS, "commit") for side, rival in rivals.items()}
-                found = self.turns(acts, self.plan.commits, 4)
-                for rival in rivals.values():
-                    rival.check()
+                found = self.turns(acts, self.plan.commits, 4, rivals.values())
             micros = {side: [took * 1e6 for took in found[side]] for side in models}
             ours = statistics.median(micros[NEW])
             self.figures.append(Figure(name, ours, "us", ours=microseconds(ours)))
             self.compared([name], micros, microseconds, difference=True, unit="us")
 
-    def gloo(self, count, target):
+    def gloo(self):
+        for count, target in ((2, 1.2), (4, 1.5)):
+            self.steps_of_gloo(count, target)
+
+    def steps_of_gloo(self, count, target):
         """The fastest ways of both sides are found first, and then raced."""
         what = f"steps of {count} learners with {GLOO_SIZE // MIB} MiB"
         with self.learners(f"gloo{count}", GLOO_SIZE, count) as through:
@@ -383,7 +373,7 @@ def run(bench):
     large = bool({"reads", "writes"} & bench.only)
     require_memory((25 if both else 14) * plan.size if large else (6 if both else 4) * GIB)
     gradfs, sink = bench.gradfs("bench_sink")
-    binaries, passes = bench.sides(gradfs), []
+    binaries, passes = sides(gradfs, bench.against), []
     if "publish" in bench.only:
         redis = baselines.build("redis", only_look=bench.only_look)
     gloos = {}

@@ -30,7 +30,7 @@ from report import gib_s, ratio
 
 from bench import jobs
 from bench.parts import nbd_client
-from bench.parts.files import pattern
+from bench.parts.files import fill, pattern
 from bench.parts.nbd_client import Cell
 
 PARTS = ("reads", "assign", "sum")
@@ -126,9 +126,7 @@ class Plan:
 def reads(plan):
     """A version of a model, and a RAM disk with the same bytes."""
     with plan.both("reads", "nbd-read", plan.size, "f32", "sum") as (model, uri_of, baseline):
-        with open(model / "gradients", "wb", buffering=0) as file:
-            for index in range(plan.size // MIB):
-                file.write(pattern(index).tobytes())
+        fill(model, plan.size // MIB)
         number = (model / "version").read_text().strip()
         nbd_client.copy(uri_of("model/weights"), baseline)
         # nbdcopy has several connections only where the server says that they see the same (CAN_MULTI_CONN). An export

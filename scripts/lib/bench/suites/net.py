@@ -52,7 +52,7 @@ from machine import GIB, MIB, Failed, available_memory, require, require_memory,
 from report import Figure, milliseconds, ratio, table, times
 
 from bench import baselines, jobs
-from bench.against import NEW, OLD, PASSES, named
+from bench.against import NEW, OLD, PASSES, named, sides
 from bench.parts import blocks, publish
 
 # Contenders of gradfs, and what their ratios against sockets are called after it, if they have any.
@@ -109,7 +109,7 @@ class Gradfs:
     def __init__(self, bench):
         gradfs, learner = bench.gradfs("bench_learner")
         self.work, self.count = bench.work, 0
-        self.binaries = {side: (binary, learner) for side, binary in bench.sides(gradfs).items()}
+        self.binaries = {side: (binary, learner) for side, binary in sides(gradfs, bench.against).items()}
         if OLD in self.binaries:
             old = self.binaries[OLD][0]
             own = old.parent / "examples" / learner.name
@@ -186,12 +186,11 @@ class Race:
 
         sides = {(name, side): (rival, whats) for name, (of, whats) in contenders.items() for side, rival in of.items()}
         acts = {of: partial(act, *asked) for of, asked in sides.items()}
-        for (name, side), took in jobs.turns(acts, rounds, WARM_UP, order).items():
+        rivals = [rival for rival, _ in sides.values()]
+        for (name, side), took in jobs.turns(acts, rounds, WARM_UP, order, rivals).items():
             for what, one in took:
                 if what != "pull" or name not in ("written", "mapped"):
                     self.found.setdefault((named(name, side), what), []).append(one)
-        for rival, _ in sides.values():
-            rival.check()
 
     def seconds(self, name, what):
         return statistics.median(map(seconds_of, self.found[name, what]))
@@ -304,9 +303,7 @@ def mounts(bench, gradfs):
         for way in MOUNTS:
             contenders[way] = gradfs.start(stack, NEW, way, size, options=("--transport", "tcp"))
         acts = {name: lambda one=one: [one.round("read_step").seconds] for name, one in contenders.items()}
-        medians = jobs.medians(jobs.turns(acts, 9 if bench.quick else 25, 3))
-        for contender in contenders.values():
-            contender.check()
+        medians = jobs.medians(jobs.turns(acts, 9 if bench.quick else 25, 3, rivals=contenders.values()))
     return [times(name, medians[way], medians["library"], target, "<=") for way, (name, target) in MOUNTS.items()]
 
 

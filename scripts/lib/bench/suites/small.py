@@ -27,7 +27,7 @@ from machine import Failed, say
 from report import Figure, microseconds, table, times, worst
 
 from bench import baselines, jobs
-from bench.against import NEW
+from bench.against import NEW, sides
 
 AGAINST = None
 TARGETS = {"tcp": 12.0, "shm": 8.0}
@@ -128,9 +128,7 @@ def against_sockets(bench, gradfs, program, binaries):
                 model, _ = mounted(stack, bench, gradfs, transport, size)
                 contenders[f"mount, {transport}"] = jobs.on_model(stack, model, "stored")
             acts = {(size, name): lambda one=one: one.repeat(STEPS) for name, one in contenders.items()}
-            found |= jobs.turns(acts, 7 if bench.quick else 21, WARM_UP_TURNS)
-            for contender in contenders.values():
-                contender.check()
+            found |= jobs.turns(acts, 7 if bench.quick else 21, WARM_UP_TURNS, rivals=contenders.values())
         say(f"steps of {size >> 10} KiB against sockets")
     medians, figures = jobs.medians(found), []
     for name, (figure, target) in FIGURES.items():
@@ -144,7 +142,7 @@ def against_sockets(bench, gradfs, program, binaries):
 
 def run(bench):
     gradfs = bench.gradfs()
-    medians = medians_of(waits(bench, bench.sides(gradfs)))
+    medians = medians_of(waits(bench, sides(gradfs, bench.against)))
     ours = {case[:2]: of for case, of in medians.items() if case[2] == NEW}
     figures = [
         Figure(f"switches_{transport}_{way}", count, "switches/step", TARGETS[transport], "<=", f"{count:.1f} a step")
