@@ -51,7 +51,7 @@ class Learners:
         assert all(process.stdout.readline() for process in self.processes)
 
     def step(self, how):
-        for line in (f"way {how}", "round step"):
+        for line in (f"set_way {how}", "prepare", "round step"):
             for process in self.processes:
                 process.stdin.write(f"{line}\n")
                 process.stdin.flush()

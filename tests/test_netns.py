@@ -3,7 +3,6 @@
 Skipped with the reason where such hosts are not permitted.
 """
 
-import json
 import os
 import re
 import signal
@@ -19,10 +18,10 @@ from patience import HANGS
 # At the end: what the tests call by the same name is theirs.
 sys.path.append(str(REPOSITORY / "scripts/lib"))
 
-from netns import Cluster, Hosts, Link, NotPermitted, require_permission  # noqa: E402
+from machine import CannotBeHad  # noqa: E402
+from netns import Cluster, Hosts, Link, require_permission  # noqa: E402
 
 SCRIPT = REPOSITORY / "scripts/netns-cluster"
-WORK = REPOSITORY / "scripts/lib/work/hosts.py"
 NOT_PERMITTED = 77
 SIZE = 1 << 20
 
@@ -31,7 +30,7 @@ SIZE = 1 << 20
 def permitted():
     try:
         require_permission()
-    except NotPermitted as why:
+    except CannotBeHad as why:
         pytest.skip(str(why))
 
 
@@ -45,14 +44,9 @@ def cluster():
         hosts = Hosts([*names[0], *names[1]], link)
         made.append(hosts)
         hosts.__enter__()
-        cluster = Cluster(hosts, gradfs_binary())
-        for host in names[0]:
-            cluster.shard(host)
         settings = {"size": SIZE, "reducer": "sum", "learners": learners, **options}
-        cluster.create("model", *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items()))
-        for host in names[1]:
-            cluster.mount(host)
-        return cluster
+        create = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        return Cluster.of(hosts, gradfs_binary(), *create, shards=shards, mounts=names[1])
 
     yield start
     for hosts in made:
@@ -62,22 +56,14 @@ def cluster():
 def start_learner(cluster, rank, steps, *options):
     """A learner on the host of its number, that takes `steps` steps of known numbers."""
     host = f"learner{rank}"
-    model = cluster.mounts[host][0] / "model"
-    return cluster.hosts.start(
-        host, [sys.executable, WORK, "steps", model, "--rank", str(rank), "--steps", str(steps), *options]
-    )
-
-
-def found(said):
-    """What such a program says last."""
-    return json.loads(said.splitlines()[-1])
+    words = ["--rank", rank, "--steps", steps, *options]
+    return cluster.hosts.work(host, "hosts.py", "steps", cluster.model(host), *words)
 
 
 def outcome(cluster, *taken):
     """What differs from the sum of so many steps of each learner, and the version, seen on the first learner's host."""
-    model = cluster.mounts["learner0"][0] / "model"
-    command = [sys.executable, WORK, "total", model, "--taken", *map(str, taken)]
-    return found(cluster.hosts.start("learner0", command).finish(HANGS))
+    words = ["total", cluster.model("learner0"), "--taken", *taken]
+    return cluster.hosts.work("learner0", "hosts.py", *words).found(HANGS)
 
 
 def steps_said(learner):
@@ -116,7 +102,7 @@ def test_many_learners_take_many_steps(cluster):
     """More connections than a shard has version buffers, each of which has pulled another version last."""
     four = cluster(1, 4, size=9 * (256 << 10) + 4)
     learners = [start_learner(four, rank, 60) for rank in range(4)]
-    assert [found(learner.finish(HANGS))["taken"] for learner in learners] == [60] * 4
+    assert [learner.found(HANGS)["taken"] for learner in learners] == [60] * 4
     assert outcome(four, 60, 60, 60, 60) == {"wrong": 0, "version": 60, "largest": 0}
 
 
@@ -125,13 +111,13 @@ def test_a_partition_longer_than_the_lease_makes_the_others_go_on(cluster):
     two = cluster(2, 2, lease=5, timeout=200)
     learners = [start_learner(two, rank, 40, "--pause", "0.02") for rank in range(2)]
     wait_until(lambda: steps_said(learners[1]) >= 5, "five steps")
-    two.hosts.cut("learner1")
+    two.hosts.set_port("learner1", "down")
     begun = time.monotonic()
-    other = found(learners[0].finish(HANGS))
+    other = learners[0].found(HANGS)
     assert (other["taken"], other["failed"]) == (40, None)
     assert time.monotonic() - begun > 3, "it waited for the lease"
-    two.hosts.heal("learner1")
-    cut_off = found(learners[1].finish(HANGS))
+    two.hosts.set_port("learner1", "up")
+    cut_off = learners[1].found(HANGS)
     assert cut_off["failed"] and 5 <= cut_off["taken"] < 40, cut_off
     ends = [outcome(two, 40, taken) for taken in (cut_off["taken"], cut_off["taken"] + 1)]
     assert [end["wrong"] for end in ends].count(0) == 1, ends

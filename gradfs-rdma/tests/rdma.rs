@@ -103,8 +103,29 @@ impl Stream for Pattern {
     }
 }
 
+const LONG: Duration = Duration::from_secs(600);
+
+/// Serves connections, each with so many bytes both ways; where, and what becomes of them.
+fn listens(endpoint: &Endpoint, at: SocketAddr, down: usize, up: usize) -> (SocketAddr, Receiver<String>) {
+    let (sender, news) = channel();
+    let stream = move |_: &Arc<QueuePair>, _| {
+        Some(Box::new(Pattern::new(down, up, sender.clone())) as Box<dyn Stream>)
+    };
+    (endpoint.listen(at, stream).unwrap(), news)
+}
+
+/// The other end of one.
+fn connects(endpoint: &Endpoint, to: SocketAddr, number: usize, up: usize, down: usize) -> Receiver<String> {
+    let (sender, news) = channel();
+    endpoint.connect(to, Instant::now() + LONG, number, move |queue_pair| {
+        queue_pair.expect("a queue pair");
+        Some(Box::new(Pattern::new(up, down, sender)) as Box<dyn Stream>)
+    });
+    news
+}
+
 fn next_event(news: &Receiver<String>) -> String {
-    news.recv_timeout(Duration::from_secs(600)).expect("news in time")
+    news.recv_timeout(LONG).expect("news in time")
 }
 
 #[test]
@@ -120,12 +141,8 @@ fn bytes_flow_both_ways() {
             Some(Box::new(Pattern::new(DOWN, UP, sender.clone())) as Box<dyn Stream>)
         })
         .unwrap();
-    let (sender, client) = channel();
     let begun = Instant::now();
-    endpoint.connect(to, begun + Duration::from_secs(600), 1, move |queue_pair| {
-        queue_pair.expect("a queue pair");
-        Some(Box::new(Pattern::new(UP, DOWN, sender)) as Box<dyn Stream>)
-    });
+    let client = connects(&endpoint, to, 1, UP, DOWN);
     assert_eq!(next_event(&client), "all");
     assert_eq!(next_event(&server), "all");
     eprintln!("{} bytes in {:?}", UP + DOWN, begun.elapsed());
@@ -223,12 +240,7 @@ fn a_request_after_the_shutdown_is_refused() {
 fn a_stream_may_shut_down_its_own_endpoint() {
     let Some(at) = address() else { return };
     let endpoint = Endpoint::open(&options(), PROTOCOL).unwrap();
-    let (sender, server) = channel();
-    let to = endpoint
-        .listen(at, move |_: &Arc<QueuePair>, _| {
-            Some(Box::new(Pattern::new(0, usize::MAX, sender.clone())) as Box<dyn Stream>)
-        })
-        .unwrap();
+    let (to, server) = listens(&endpoint, at, 0, usize::MAX);
     let other = Endpoint::open(&options(), PROTOCOL).unwrap();
     let held = Arc::clone(&other);
     let (sender, ended) = channel();
@@ -356,12 +368,7 @@ fn unread_notifications_use_nothing_up() {
         eprintln!("skipped: with iWARP there are flags, and no words");
         return;
     }
-    let (sender, server) = channel();
-    let to = endpoint
-        .listen(at, move |_: &Arc<QueuePair>, _| {
-            Some(Box::new(Pattern::new(20_000, 20_000, sender.clone())) as Box<dyn Stream>)
-        })
-        .unwrap();
+    let (to, server) = listens(&endpoint, at, 20_000, 20_000);
     let mut taken = 0;
     for _ in 0..16 {
         taken += Stranger::connect(to, Notify::Immediate).say(DEPTH - 8);
@@ -375,11 +382,7 @@ fn unread_notifications_use_nothing_up() {
     }
     // Where the shard is quick, each takes no more than wait for it: eight. That is used up in one, if it is.
     assert!(taken > 8 * 8, "{taken} words were taken: too few to use up what waits for them");
-    let (news, events) = channel();
-    endpoint.connect(to, Instant::now() + Duration::from_secs(600), 0, move |queue_pair| {
-        queue_pair.expect("a queue pair");
-        Some(Box::new(Pattern::new(20_000, 20_000, news)) as Box<dyn Stream>)
-    });
+    let events = connects(&endpoint, to, 0, 20_000, 20_000);
     assert_eq!([next_event(&events), next_event(&server)], ["all", "all"]);
 }
 
@@ -425,11 +428,7 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
         let stranger = Stranger::connect(to, notify);
         expected.store(BYTES, Ordering::Relaxed);
         // Meanwhile another one goes on.
-        let (news, events) = channel();
-        endpoint.connect(to, Instant::now() + Duration::from_secs(600), 1, move |queue_pair| {
-            queue_pair.expect("a queue pair");
-            Some(Box::new(Pattern::new(BYTES, BYTES, news)) as Box<dyn Stream>)
-        });
+        let events = connects(&endpoint, to, 1, BYTES, BYTES);
         let work = attack(&stranger);
         let is_write = matches!(work, Work::Ring { .. });
         match stranger.does(work) {

@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 
-use half::{bf16, f16};
 use libmodelio::bytes::kernels::{Input, Operands, Output, Source, Wire, accumulate, bytes, squares, widen};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::dtype::DType;
@@ -21,6 +20,7 @@ use serde::Deserialize;
 use test_devices::one_by_one::OneByOne;
 
 use test_devices::fp8;
+use test_devices::numbers::{decode, encode};
 
 /// The types whose masters are compared.
 const NARROW: [Wire; 4] = [Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
@@ -60,17 +60,6 @@ fn gradient(t: u64, i: u64) -> f64 {
         return 0.0;
     }
     noise(100 + t, i) * 2f64.powi((i % 7) as i32 - 4)
-}
-
-fn encode(wire: Wire, values: impl Iterator<Item = f64>) -> Vec<u8> {
-    let one = |value: f64| match wire {
-        Wire::F64 => value.to_le_bytes().to_vec(),
-        Wire::F32 => (value as f32).to_le_bytes().to_vec(),
-        Wire::F16 => f16::from_f64(value).to_le_bytes().to_vec(),
-        Wire::BF16 => bf16::from_f64(value).to_le_bytes().to_vec(),
-        Wire::E4M3 | Wire::E5M2 => vec![fp8::code(wire, value)],
-    };
-    values.flat_map(one).collect()
 }
 
 fn has_8_bits(wire: Wire) -> bool {
@@ -208,13 +197,6 @@ struct Groups {
 const TENSORS: [(&str, usize); 4] =
     [("body.weight", 10), ("body.bias", 4), ("norm.weight", 4), ("head.weight", 6)];
 
-fn decode(wire: Wire, bytes: &[u8]) -> Vec<f64> {
-    match wire {
-        Wire::F64 => bytes.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect(),
-        _ => bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes).into()).collect(),
-    }
-}
-
 impl Groups {
     /// The weights of each tensor after all steps, of two learners' contributions each; of narrow types their masters.
     fn run(&self, (wire, dtype): (Wire, DType), steps: u64) -> BTreeMap<String, Vec<f64>> {
@@ -267,8 +249,9 @@ impl Groups {
             assert!(store.conclude(&job).unwrap().is_none());
         }
         let kept = store.keep().unwrap();
-        let what = if wire.is_narrow() { DataKind::Masters } else { DataKind::Weights };
-        let mut all = decode(wire, &kept.bytes(BlockId(0), what).unwrap()).into_iter();
+        let (what, of) =
+            if wire.is_narrow() { (DataKind::Masters, Wire::F32) } else { (DataKind::Weights, wire) };
+        let mut all = decode(of, &kept.bytes(BlockId(0), what).unwrap()).into_iter();
         TENSORS
             .iter()
             .map(|(name, count)| ((*name).to_owned(), all.by_ref().take(*count).collect()))

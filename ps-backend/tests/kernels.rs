@@ -11,7 +11,8 @@ use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use proptest::prelude::*;
 use ps_backend::reducers::apply;
 
-use test_devices::fp8;
+use test_devices::formulas::{self, Brought, Constants};
+use test_devices::numbers;
 
 const WIRES: [Wire; 5] = [Wire::F32, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 
@@ -63,25 +64,11 @@ fn random(seed: u64, n: usize) -> Vec<f32> {
 }
 
 fn encode(wire: Wire, values: &[f32]) -> Vec<u8> {
-    let one = |&value: &f32| match wire {
-        Wire::F64 => f64::from(value).to_le_bytes().to_vec(),
-        Wire::F32 => value.to_le_bytes().to_vec(),
-        Wire::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
-        Wire::BF16 => bf16::from_f32(value).to_le_bytes().to_vec(),
-        Wire::E4M3 | Wire::E5M2 => vec![fp8::code(wire, value.into())],
-    };
-    values.iter().flat_map(one).collect()
+    numbers::encode(wire, values.iter().map(|value| f64::from(*value)))
 }
 
 fn decode(wire: Wire, bytes: &[u8]) -> Vec<f32> {
-    let one = |bytes: &[u8]| match (wire, bytes) {
-        (Wire::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
-        (Wire::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
-        (Wire::BF16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
-        (Wire::E4M3 | Wire::E5M2, &[code]) => fp8::value(wire, code) as f32,
-        _ => unreachable!("element size"),
-    };
-    bytes.chunks(wire.size()).map(one).collect()
+    numbers::decode(wire, bytes).into_iter().map(|value| value as f32).collect()
 }
 
 /// One reduction to test: everything but the instruction set.
@@ -176,83 +163,45 @@ impl Case {
     /// PyTorch's formulas on one element: the new weight and state, and the size of the terms.
     /// The size bounds the rounding error, so a gradient's terms count with their factors.
     fn reference(&self, i: usize, values: &[Vec<f32>], w: f64, slots: [f64; 2]) -> (f64, [f64; 2], f64) {
-        let h = &self.step.hyper;
-        let [lr, mu, damp, wd, eps] =
-            [h.learning_rate, h.momentum, h.dampening, h.weight_decay, h.epsilon].map(f64::from);
-        // The decays as a user wrote them.
-        let [b1, b2, alpha] =
-            [h.beta1, h.beta2, h.alpha].map(|beta| beta.to_string().parse::<f64>().unwrap());
+        let (step, h) = (&self.step, &self.step.hyper);
+        let of = Constants::of(h);
         let sum: f64 = values.iter().map(|source| f64::from(source[i])).sum();
-        let mut size = values.iter().map(|source| f64::from(source[i].abs())).sum::<f64>() + w.abs() + 1.0;
-        let terms = size;
-        let mean = h.aggregation == Aggregation::Mean;
-        let clip = self.step.norm.map_or(1.0, |norm| (f64::from(h.clip_norm) / (norm.get() + 1e-6)).min(1.0));
+        let terms = values.iter().map(|source| f64::from(source[i].abs())).sum::<f64>() + w.abs() + 1.0;
+        let clip = step.norm.map_or(1.0, |norm| (f64::from(h.clip_norm) / (norm.get() + 1e-6)).min(1.0));
         let limit = if h.clip_value == 0.0 { f64::INFINITY } else { f64::from(h.clip_value) };
+        let count = f64::from(step.contributions.max(1));
         let change = sum / f64::from(h.loss_scale);
-        let mean_change = change / f64::from(self.step.contributions.max(1));
-        let sum = clip * sum / f64::from(h.loss_scale);
-        let mut g = if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
-        g = g.clamp(-limit, limit);
-        let t = self.step.t as i32;
-        let factor = self.step.factor();
-        let (new, state) = match self.step.reducer {
-            Reducer::Sum => (f64::from(h.carry) * w + sum.clamp(-limit, limit), slots),
-            Reducer::Assign => (values.last().map_or(w, |last| f64::from(last[i])), slots),
-            Reducer::Average => (w + mean_change, slots),
-            Reducer::Easgd => (w + change, slots),
-            Reducer::Sma => {
-                let momentum = if t == 1 { change } else { mu * slots[0] + change };
-                (w + momentum, [momentum, slots[1]])
-            }
-            Reducer::Diloco => {
-                let buffer = if t == 1 { -mean_change } else { mu * slots[0] - mean_change };
-                (w - lr * (mu * buffer - mean_change), [buffer, slots[1]])
-            }
-            Reducer::Sgd => (w - lr * (g + wd * w), slots),
-            Reducer::Lars => {
-                let g = factor * (g + wd * w);
-                let buffer = if t == 1 { g } else { mu * slots[0] + (1.0 - damp) * g };
-                (w - lr * buffer, [buffer, slots[1]])
-            }
-            Reducer::Momentum | Reducer::Nesterov => {
-                g += wd * w;
-                let buffer = if t == 1 { g } else { mu * slots[0] + (1.0 - damp) * g };
-                let nesterov = self.step.reducer == Reducer::Nesterov;
-                (w - lr * if nesterov { g + mu * buffer } else { buffer }, [buffer, slots[1]])
-            }
-            Reducer::RmsProp => {
-                g += wd * w;
-                let square = alpha * slots[0] + (1.0 - alpha) * g * g;
-                size += lr * terms / (square.sqrt() + eps);
-                (w - lr * g / (square.sqrt() + eps), [square, slots[1]])
-            }
-            Reducer::AdaGrad => {
-                g += wd * w;
-                let sum = slots[0] + g * g;
-                size += lr * terms / (sum.sqrt() + eps);
-                (w - lr * g / (sum.sqrt() + eps), [sum, slots[1]])
-            }
+        let clipped = clip * change;
+        let is_mean = h.aggregation == Aggregation::Mean;
+        let gradient = if is_mean { clipped / count } else { clipped }.clamp(-limit, limit);
+        let brought = Brought {
+            sum: change,
+            mean: change / count,
+            gradient,
+            total: clipped.clamp(-limit, limit),
+            last: values.last().map(|last| f64::from(last[i])),
+        };
+        let at = (step.t, step.factor());
+        let (new, state) = formulas::step(step.reducer, &of, at, &brought, w, slots);
+        let mut size = terms;
+        match step.reducer {
+            Reducer::RmsProp | Reducer::AdaGrad => size += of.rate * terms / (state[0].sqrt() + of.epsilon),
+            // Where rounding may change the sign, the step may go either way.
             Reducer::Lion => {
-                let update = b1 * slots[0] + (1.0 - b1) * g;
-                // Where rounding may change the sign, the step may go either way.
+                let update = of.betas[0] * slots[0] + (1.0 - of.betas[0]) * gradient;
                 if update != 0.0 && update.abs() < 1e-6 * (terms + slots[0].abs()) {
-                    size += 2e6 * lr;
+                    size += 2e6 * of.rate;
                 }
-                let sign = if update == 0.0 { 0.0 } else { update.signum() };
-                (w * (1.0 - lr * wd) - lr * sign, [b2 * slots[0] + (1.0 - b2) * g, slots[1]])
             }
             Reducer::Adam | Reducer::AdamW | Reducer::Lamb => {
-                let lr = factor * lr;
-                let decoupled = self.step.reducer != Reducer::Adam;
-                let w = if decoupled { w * (1.0 - lr * wd) } else { w };
-                g += if decoupled { 0.0 } else { wd * w };
-                let m = b1 * slots[0] + (1.0 - b1) * g;
-                let v = b2 * slots[1] + (1.0 - b2) * g * g;
-                let (c1, c2) = (1.0 - b1.powi(t), 1.0 - b2.powi(t));
-                size += lr / c1 * terms / ((v / c2).sqrt() + eps);
-                (w - lr / c1 * m / ((v / c2).sqrt() + eps), [m, v])
+                let [c1, c2] = of.betas.map(|beta| 1.0 - beta.powi(step.t as i32));
+                size += at.1 * of.rate / c1 * terms / ((state[1] / c2).sqrt() + of.epsilon);
             }
-        };
+            _ => {}
+        }
+        const PENALISED: [Reducer; 5] =
+            [Reducer::Momentum, Reducer::Nesterov, Reducer::RmsProp, Reducer::AdaGrad, Reducer::Adam];
+        let g = if PENALISED.contains(&step.reducer) { gradient + of.decay * w } else { gradient };
         size += (new - w).abs() + state[0].abs() + state[1].abs() + g * g;
         (new, state, size)
     }

@@ -1,33 +1,14 @@
 //! The kernels that make what is sent of a learner's model: every instruction set gives the bits of scalar arithmetic,
 //! rounded once to the type.
 
-use half::{bf16, f16};
 use libmodelio::bytes::kernels::{Level, Wire, correction, difference, with_level};
 
-use test_devices::fp8;
+use test_devices::numbers::{self, decode};
 
 const WIRES: [Wire; 6] = [Wire::F64, Wire::F32, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 
 fn encode(wire: Wire, values: &[f64]) -> Vec<u8> {
-    let one = |value: &f64| match wire {
-        Wire::F64 => value.to_le_bytes().to_vec(),
-        Wire::F16 => f16::from_f32(*value as f32).to_le_bytes().to_vec(),
-        Wire::BF16 => bf16::from_f32(*value as f32).to_le_bytes().to_vec(),
-        Wire::E4M3 | Wire::E5M2 => vec![fp8::code(wire, f64::from(*value as f32))],
-        _ => (*value as f32).to_le_bytes().to_vec(),
-    };
-    values.iter().flat_map(one).collect()
-}
-
-fn decode(wire: Wire, bytes: &[u8]) -> Vec<f64> {
-    let one = |bytes: &[u8]| match wire {
-        Wire::F64 => f64::from_le_bytes(bytes.try_into().unwrap()),
-        Wire::F16 => f16::from_le_bytes(bytes.try_into().unwrap()).to_f64(),
-        Wire::BF16 => bf16::from_le_bytes(bytes.try_into().unwrap()).to_f64(),
-        Wire::E4M3 | Wire::E5M2 => fp8::value(wire, bytes[0]),
-        _ => f32::from_le_bytes(bytes.try_into().unwrap()).into(),
-    };
-    bytes.chunks(wire.size()).map(one).collect()
+    numbers::encode(wire, values.iter().map(|&value| rounded(wire, value)))
 }
 
 /// A number as arithmetic of the type has it: f64, or else fp32.

@@ -1,9 +1,7 @@
-"""The pages of docs/, their links and anchors, and what they look like when mdBook has built them."""
+"""The pages of docs/, their links and anchors, and their form."""
 
 import re
 import subprocess
-from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 MOST_FILES = 15
@@ -116,21 +114,17 @@ def form_faults(docs, generated):
                 yield f"docs/{page}:{number}: {len(line)} columns, {WIDTH} at most: wrap it; a row of a table may be longer"
 
 
-def source_faults(root, sources):
-    """Source files that Markdown files name, and that are not there. `a/{b,c}.rs` names two."""
-    for source in sources:
-        for number, line in enumerate(source.read_text().splitlines(), 1):
-            for name in _SOURCE.findall(line):
-                head, rest = name.split("/", 1)
-                before, brace, behind = f"{_SHORT.get(head, head)}/{rest}".partition("{")
-                choices, _, end = behind.partition("}")
-                for path in [f"{before}{choice}{end}" for choice in choices.split(",")] if brace else [before]:
-                    if not (root / path).exists():
-                        yield f"{source.relative_to(root)}:{number}: there is no {path}"
+def _spelled_out(name):
+    """The source files of a name: `a/{b,c}.rs` is two."""
+    head, rest = name.split("/", 1)
+    before, brace, behind = f"{_SHORT.get(head, head)}/{rest}".partition("{")
+    choices, _, end = behind.partition("}")
+    return [f"{before}{choice}{end}" for choice in choices.split(",")] if brace else [before]
 
 
 def named_faults(root, files):
-    """Files of docs/ that other files name, and that are not there. The tests of this name made-up ones."""
+    """Files that others name, and that are not there: of docs/, and in Markdown of sources. The tests of this name made-up
+    ones."""
     for path in files:
         if path.name == "test_docs.py":
             continue
@@ -139,7 +133,8 @@ def named_faults(root, files):
         except (UnicodeDecodeError, OSError):
             continue
         for number, line in enumerate(text.splitlines(), 1):
-            for name in _NAMED.findall(line):
+            sources = _SOURCE.findall(line) if path.suffix == ".md" else ()
+            for name in [*_NAMED.findall(line), *(one for name in sources for one in _spelled_out(name))]:
                 if not (root / name).exists():
                     yield f"{path.relative_to(root)}:{number}: there is no {name}"
 
@@ -149,40 +144,3 @@ def tracked(root):
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
     return [path for name in names if name and (path := root / name).is_file()]
-
-
-class _Html(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.ids, self.targets = set(), []
-
-    def handle_starttag(self, tag, attrs):
-        attributes = dict(attrs)
-        self.ids |= {attributes[key] for key in ("id", "name") if attributes.get(key)}
-        self.targets += [attributes[key] for key in ("href", "src") if attributes.get(key)]
-
-
-def built_faults(built):
-    """Links of the built pages that lead nowhere."""
-    read = {}
-
-    def parsed(path):
-        if path not in read:
-            read[path] = _Html()
-            read[path].feed(path.read_text())
-        return read[path]
-
-    for path in sorted(built.rglob("*.html")):
-        # It is shown under any address.
-        if path.name in ("404.html", "toc.html"):
-            continue
-        for target in parsed(path).targets:
-            parts = urlsplit(target)
-            if parts.scheme or parts.netloc:
-                continue
-            to = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            place = path.relative_to(built)
-            if not to.exists():
-                yield f"{place}: {target} leads nowhere"
-            elif parts.fragment and to.suffix == ".html" and unquote(parts.fragment) not in parsed(to).ids:
-                yield f"{place}: {target}: there is no such anchor"

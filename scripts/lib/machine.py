@@ -1,5 +1,6 @@
-"""What the scripts need of the machine: packages, built binaries, memory, and quiet."""
+"""What the scripts need of the machine: packages, built binaries, memory, and idle CPUs."""
 
+import argparse
 import os
 import shutil
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB, MIB = 1 << 30, 1 << 20
+# Ctrl-C, a request, and a terminal that goes away.
+ENDINGS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 # What is imported, run or included, and the Debian package that has it.
 MODULES = {name: f"python3-{name}" for name in ("numpy", "sklearn", "torch", "matplotlib")} | {"nbd": "python3-libnbd"}
@@ -30,6 +33,17 @@ TARGETS = {
 class Failed(Exception):
     """Something that ends the run, in words for the one who started it."""
 
+    status = 1
+
+
+class CannotBeHad(Failed):
+    """The same, where this machine lacks or does not permit what the run takes."""
+
+    status = 77
+
+    def __str__(self):
+        return f"cannot be had here: {super().__str__()}"
+
 
 _started = time.monotonic()
 
@@ -41,23 +55,35 @@ def say(text):
 
 def _interrupted(*_):
     # Once is enough: cleaning up has deadlines, and is not to be cut short.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for how in ENDINGS:
+        signal.signal(how, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main(script, run):
     """Calls `run`, whose every cleanup happens however it ends; gives the exit status."""
-    signal.signal(signal.SIGINT, _interrupted)
-    signal.signal(signal.SIGTERM, _interrupted)
+    for how in ENDINGS:
+        signal.signal(how, _interrupted)
     try:
         return run() or 0
     except Failed as error:
         print(f"{script}: {error}", file=sys.stderr)
-        return 1
+        return error.status
     except KeyboardInterrupt:
         print(f"{script}: interrupted", file=sys.stderr)
         return 130
+
+
+def number(least, most, kind=int):
+    """Parses such a number, for argparse."""
+
+    def parse(text):
+        if not least <= kind(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text}: from {least} to {most}")
+        return kind(text)
+
+    parse.__name__ = "number"
+    return parse
 
 
 def finished(*command, cwd=ROOT, timeout=3600, said="", output=None):
@@ -139,33 +165,11 @@ def _busy():
     return sum(fields) - fields[3] - fields[4], sum(fields)
 
 
-def busy_share(seconds):
-    """The share of all CPUs' time that is spent on anything, over the next `seconds`."""
+def warn_if_busy():
+    """Says so where other programs will spoil the figures."""
     before = _busy()
-    time.sleep(seconds)
+    time.sleep(0.5)
     after = _busy()
-    return (after[0] - before[0]) / max(1, after[1] - before[1])
-
-
-class Quiet:
-    """Waits for other programs to leave the CPUs alone before each measurement."""
-
-    LIMIT = 0.08
-
-    def __init__(self, patience):
-        self.patience, self.warned = patience, False
-        if patience == 0 and (share := busy_share(0.5)) > self.LIMIT:
-            self.warn(share)
-
-    def warn(self, share):
-        """Says once that the figures will suffer."""
-        if not self.warned:
-            say(f"warning: other programs use {share:.0%} of the CPUs; figures and ratios will be off")
-        self.warned = True
-
-    def wait(self):
-        """Returns when the machine is quiet, or patience is at its end."""
-        give_up = time.monotonic() + self.patience
-        while self.patience and (share := busy_share(0.2)) > self.LIMIT:
-            if time.monotonic() > give_up:
-                return self.warn(share)
+    share = (after[0] - before[0]) / max(1, after[1] - before[1])
+    if share > 0.08:
+        say(f"warning: other programs use {share:.0%} of the CPUs; figures and ratios will be off")

@@ -27,6 +27,13 @@ def _memory_controllers():
                 yield Path(place), ("anon", "shmem")
 
 
+def _starts(script, program, where):
+    """Writes a program that is `program`, and first tells its number."""
+    script.write_text(f'#!/bin/sh\necho $$ {where} && exec {program} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
 class Group:
     """A control group."""
 
@@ -39,9 +46,7 @@ class Group:
 
     def starts(self, script, program):
         """Writes a program that is `program` in this group; gives its path."""
-        script.write_text(f'#!/bin/sh\necho $$ > {self._place}/cgroup.procs && exec {program} "$@"\n')
-        script.chmod(0o755)
-        return script
+        return _starts(script, program, f"> {self._place}/cgroup.procs")
 
     def _file(self, *names):
         # Of either version of the interface.
@@ -73,11 +78,8 @@ class Processes:
 
     def starts(self, script, program):
         """Writes a program that is `program`, and is noted; gives its path."""
-        noted = script.with_suffix(".pids")
-        script.write_text(f'#!/bin/sh\necho $$ >> {noted} && exec {program} "$@"\n')
-        script.chmod(0o755)
-        self._scripts.append(noted)
-        return script
+        self._scripts.append(script.with_suffix(".pids"))
+        return _starts(script, program, f">> {self._scripts[-1]}")
 
     def bytes(self):
         """Of the processes that still run, by smaps_rollup."""

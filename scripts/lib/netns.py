@@ -5,19 +5,16 @@ the switch; the network of the machine itself is not touched. A host has mounts 
 a process that sleeps: programs on the host are started by nsenter(1) with that process for a target, so all of them see
 what is mounted there.
 
-    with Hosts(["shard1", "learner1"], Link(delay=0.001)) as hosts, Cluster(hosts, binary) as cluster:
-        cluster.shard("shard1")
-        cluster.create("model", "--size", "1MiB")
-        path = cluster.mount("learner1") / "model"
-        hosts.start("learner1", ["cat", path / "version"]).finish(10)
+    with Hosts(["shard1", "learner1"], Link(delay=0.001)) as hosts:
+        cluster = Cluster.of(hosts, binary, "--size", "1MiB", mounts=["learner1"])
+        hosts.start("learner1", ["cat", cluster.model("learner1") / "version"]).finish(10)
 
-What is mounted on a host is seen from outside as well, below `hosts.root(host)`.
+What is mounted on a host is seen from outside as well: `hosts.path(host, …)`.
 """
 
 import ctypes
 import fcntl
 import os
-import re
 import shutil
 import socket
 import struct
@@ -27,12 +24,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import Failed
+from machine import CannotBeHad, Failed
 from programs import Program, libc, output_of
 
 COMMAND_DEADLINE = 30.0
+WORK = Path(__file__).resolve().parent / "work"
 
 NAMED = Path("/run/netns")
+# Those of the namespace that whoever opens them is in.
+SETTINGS = Path("/proc/sys/net")
 SCRATCH = "gradfs-netns-"
 BRIDGE = "br0"
 NETWORK = "10.77.0"
@@ -41,10 +41,6 @@ PORT = 7070
 _CLONE_NEWNET = 0x40000000
 _SIOCETHTOOL, _ETHTOOL_STXCSUM = 0x8946, 0x17
 _TC_ACT_SHOT = 2
-
-
-class NotPermitted(Exception):
-    """Such hosts cannot be had here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -65,38 +61,6 @@ class Link:
         words += [f"{self.rate / 1e6:g} Mbit/s"] if self.rate else []
         return ", ".join(words) or "no delay, no loss"
 
-    def netem(self):
-        """The arguments of tc(8)."""
-        words = ["netem", "limit", "100000", *(["delay", f"{self.delay * 1e6:.0f}us"] if self.delay else [])]
-        words += ["loss", f"{self.loss * 100:g}%"] if self.loss else []
-        return words + (["rate", f"{self.rate:.0f}bit"] if self.rate else [])
-
-
-def quantity(text, units, what):
-    """`text`, a number and one of `units` ({name: factor}), or 0; a ValueError names `what` and the units."""
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+)([a-z%]*)", text.strip().lower())
-    if not found or found[2] not in units and float(found[1]):
-        raise ValueError(f"{text!r} is not {what}: a number and one of {', '.join(units)}")
-    return float(found[1]) * units.get(found[2], 1)
-
-
-def delay_of(text):
-    """Seconds, of 1ms or 200us."""
-    return quantity(text, {"us": 1e-6, "ms": 1e-3, "s": 1}, "a delay")
-
-
-def loss_of(text):
-    """A share, of 0.1%."""
-    share = quantity(text, {"%": 0.01}, "a loss")
-    if share >= 1:
-        raise ValueError(f"{text!r} is not a loss: 100% leaves nothing")
-    return share
-
-
-def rate_of(text):
-    """Bits a second, of 1gbit or 100mbit."""
-    return quantity(text, {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}, "a rate")
-
 
 def run(*command, check=True):
     """Runs a short command; its output. Failed says what it said."""
@@ -108,25 +72,19 @@ def run(*command, check=True):
 
 
 def require_permission():
-    """Raises NotPermitted where network namespaces and mounts in them cannot be had."""
+    """Raises CannotBeHad where network namespaces and mounts in them cannot be had."""
     for program, package in {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsenter": "util-linux"}.items():
         if not shutil.which(program):
-            raise NotPermitted(f"{program} is not installed ({package})")
+            raise CannotBeHad(f"{program} is not installed ({package})")
     if os.geteuid() != 0:
-        raise NotPermitted("making network namespaces takes root")
+        raise CannotBeHad("making network namespaces takes root")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        raise NotPermitted("/dev/fuse is missing or not permitted")
-    name = f"gradfs-{os.getpid()}-try"
+        raise CannotBeHad("/dev/fuse is missing or not permitted")
+    links = f"ip link add {BRIDGE} type bridge && ip link add left type veth peer name right"
     try:
-        run("ip", "netns", "add", name)
-        try:
-            run("ip", "-n", name, "link", "add", "name", BRIDGE, "type", "bridge")
-            run("ip", "-n", name, "link", "add", "name", "left", "type", "veth", "peer", "name", "right")
-            run("nsenter", f"--net={NAMED / name}", "unshare", "--mount", "--uts", "true")
-        finally:
-            run("ip", "netns", "del", name, check=False)
+        run("unshare", "--net", "--mount", "--uts", "sh", "-c", links)
     except Failed as error:
-        raise NotPermitted(f"network namespaces are not permitted here: {error}") from error
+        raise CannotBeHad(f"network namespaces are not permitted here: {error}") from error
 
 
 def remove_leftovers():
@@ -157,11 +115,6 @@ def _in_namespace(name, call):
         return pool.submit(inside).result()
 
 
-def _setting(name):
-    """The file of a network setting: of the namespace that whoever opens it is in."""
-    return Path("/proc/sys") / name.replace(".", "/")
-
-
 def _send_packets_as_they_are(interface):
     """Turns checksum offload off, and with it coalescing: what is sent is packets of one MTU, with checksums."""
     value = ctypes.create_string_buffer(struct.pack("II", _ETHTOOL_STXCSUM, 0))
@@ -175,7 +128,7 @@ class Hosts:
 
     def __init__(self, names, link=Link(), congestion=None):
         """`congestion` is the TCP congestion control of all hosts, or the machine's."""
-        self.names, self.link, self.congestion, self.way = list(names), link, congestion, ""
+        self.names, self.link, self.congestion = list(names), link, congestion
         self.scratch = self._relay = None
         self._made, self._keepers, self._programs = [], {}, []
 
@@ -203,21 +156,13 @@ class Hosts:
         """Its IP address."""
         return f"{NETWORK}.{self.names.index(host) + 1}"
 
-    def root(self, host):
-        """The host's root directory, as seen from outside."""
-        return Path(f"/proc/{self._keepers[host].process.pid}/root")
-
     def path(self, host, path):
         """A path that programs on the host know, as seen from outside."""
-        return self.root(host) / str(path).lstrip("/")
+        return Path(f"/proc/{self._keepers[host].pid}/root/{path}")
 
     def enter(self, host):
         """The command that, followed by another, runs it on the host."""
         return ["nsenter", "--target", str(self._keepers[host].process.pid), "--net", "--mount", "--uts"]
-
-    def sysctl(self, host, name):
-        """The host's setting, as net.ipv4.tcp_congestion_control; those of the network alone."""
-        return _in_namespace(self.namespace(host), _setting(name).read_text).strip()
 
     # What runs on them.
 
@@ -229,20 +174,20 @@ class Hosts:
         self._programs.append(program)
         return program
 
+    def work(self, host, program, *words, env=None):
+        """Starts a program of lib/work there, with a task and its arguments."""
+        return self.start(host, [sys.executable, WORK / program, *words], env, f"{words[0]} on {host}")
+
     # What becomes of their links.
 
-    def cut(self, host):
-        """Nothing comes from the host or gets there any more; the other hosts are not told, and no socket is."""
-        run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "down")
-
-    def heal(self, host):
-        """The host is back."""
-        run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "up")
+    def set_port(self, host, state, check=True):
+        """`down`: nothing comes from the host or gets there; the other hosts are not told, and no socket is. `up`: it is back."""
+        run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, state, check=check)
 
     # How they are made, and end.
 
     def _wire(self):
-        setting = _setting("net.ipv6.conf.all.disable_ipv6")
+        setting = SETTINGS / "ipv6/conf/all/disable_ipv6"
         for name in ["switch", *self.names]:
             run("ip", "netns", "add", self.namespace(name))
             self._made.append(name)
@@ -254,7 +199,8 @@ class Hosts:
         run("ip", "-n", switch, "link", "set", "dev", BRIDGE, "up")
         for host in self.names:
             self._connect(switch, host)
-        self._condition(switch)
+        if self.link:
+            self._condition(switch)
         for host in self.names:
             keeper = ["nsenter", f"--net={NAMED / self.namespace(host)}", "unshare", "--mount", "--uts"]
             script = f"echo {host} >/proc/sys/kernel/hostname; echo ready; exec sleep infinity"
@@ -276,28 +222,16 @@ class Hosts:
         # It need not learn where hosts are, and where it does not see what they send it could not.
         run("nsenter", f"--net={NAMED / switch}", "bridge", "fdb", "add", mac, "dev", host, "master", "static")
         if self.congestion:
-            setting = _setting("net.ipv4.tcp_congestion_control")
+            setting = SETTINGS / "ipv4/tcp_congestion_control"
             try:
                 _in_namespace(namespace, lambda: setting.write_text(self.congestion))
             except OSError as error:
                 raise Failed(f"congestion control {self.congestion}: {error.strerror}") from error
 
     def _condition(self, switch):
-        """Has the links be as they are to be: by netem, or by a relay where the kernel has none."""
-        self.way = str(self.link)
-        if not self.link:
-            return
+        """Has a relay make the links what they are to be: netem is missing in some kernels."""
         for host in self.names:
             _in_namespace(self.namespace(host), lambda: _send_packets_as_they_are("eth0"))
-        try:
-            for host in self.names:
-                run("tc", "-n", self.namespace(host), "qdisc", "add", "dev", "eth0", "root", *self.link.netem())
-            self.way = f"{self.link} (netem)"
-            return
-        except Failed as error:
-            if "qdisc kind is unknown" not in str(error):
-                raise NotPermitted(f"netem is not permitted here: {error}") from error
-        self.way = f"{self.link} (relay: this kernel has no netem)"
         for host in self.names:
             # The bridge gets none of what hosts send; the relay sees it before this filter does.
             run("tc", "-n", switch, "qdisc", "add", "dev", host, "clsact")
@@ -319,7 +253,7 @@ class Hosts:
         for host in self.names:
             if host in self._keepers:
                 # So that whoever is to end can say so to the others.
-                run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "up", check=False)
+                self.set_port(host, "up", check=False)
         # Mounts are told first, then shards: what was started last ends first.
         relay = [self._relay] if self._relay else []
         for program in [*reversed(self._programs), *self._keepers.values(), *relay]:
@@ -348,13 +282,20 @@ class Cluster:
         return program
 
     @classmethod
-    def of(cls, hosts, binary, *create):
-        """The first host has a shard, and where there are options of `gradfs create` there is a model."""
+    def of(cls, hosts, binary, *create, shards=1, mounts=()):
+        """The first hosts have shards, and `mounts` have mounts. With options of `gradfs create` there is a model."""
         cluster = cls(hosts, binary)
-        cluster.shard(hosts.names[0])
+        for host in hosts.names[:shards]:
+            cluster.shard(host)
         if create:
             cluster.create("model", *create)
+        for host in mounts:
+            cluster.mount(host)
         return cluster
+
+    def model(self, host):
+        """The model's directory, as programs on that host know it."""
+        return self.mounts[host][0] / "model"
 
     def command(self, host, *arguments, deadline=COMMAND_DEADLINE):
         """What `gradfs ARGUMENTS --registry …` says on the host."""

@@ -1,21 +1,22 @@
-"""The link of hosts in network namespaces where the kernel has no netem: a process that holds frames back.
+"""The link of hosts in network namespaces: a process that holds frames back.
+
+    netns_relay.py DELAY LOSS RATE MTU OUT PORTS...
 
 It runs in the switch's namespace. Frames that come in by `PORTS` go out through the bridge `OUT`, later, and some
-not at all; the bridge itself must not take them. As with netem on a host's interface, that is what a host sends; what
-it receives comes from the bridge directly.
+not at all; the bridge itself must not take them. So that is what a host sends; what it receives comes from the bridge
+directly.
 
 Frames are moved by recvmmsg(2) and sendmmsg(2) through ctypes, many at a time and without a look at each: one by one,
 Python would be the slowest part of the network.
 """
 
-import argparse
 import ctypes
 import errno
-import math
 import os
 import random
 import select
 import socket
+import sys
 import time
 from collections import deque
 
@@ -84,33 +85,13 @@ class Batch:
             first = end + 1
 
 
-class Losses:
-    """Which frames are lost: each with the same probability, whatever became of others."""
-
-    def __init__(self, share, chance):
-        self.share, self.chance = share, chance
-        self.next = self._gap()
-
-    def _gap(self):
-        """Frames that arrive before the next one that does not."""
-        return int(math.log(1 - self.chance.random()) / math.log(1 - self.share)) if self.share > 0 else math.inf
-
-    def of(self, frames):
-        """The indices among the next `frames`."""
-        lost = []
-        while self.next < frames:
-            lost.append(self.next)
-            self.next += 1 + self._gap()
-        self.next -= frames
-        return lost
-
-
 class Port:
     """What one host sends."""
 
-    def __init__(self, name, room, frame, losses):
-        self.socket = packet_socket(name, ETH_P_ALL)
-        self.room, self.frame, self.losses = room, frame, losses
+    def __init__(self, name, room, frame, loss):
+        """`loss` is the share of frames that are lost, each whatever became of others."""
+        self.socket, self.chance = packet_socket(name, ETH_P_ALL), random.Random(name)
+        self.room, self.frame, self.loss = room, frame, loss
         self.waiting, self.free, self.free_at, self.queued = deque(), [], 0.0, 0
 
     def take(self, delay, seconds_a_byte):
@@ -121,7 +102,8 @@ class Port:
                 self.free.append(batch)
                 return
             now = time.monotonic()
-            batch.lost = self.losses.of(batch.frames)
+            frames = range(batch.frames if self.loss else 0)
+            batch.lost = [frame for frame in frames if self.chance.random() < self.loss]
             size = batch.bytes() if seconds_a_byte else 0
             if self.queued + size > QUEUE:
                 self.free.append(batch)
@@ -171,21 +153,17 @@ def relay(ports, target, delay, rate):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, kind in {"delay": float, "loss": float, "rate": float, "mtu": int, "out": str}.items():
-        parser.add_argument(name, type=kind)
-    parser.add_argument("ports", nargs="+")
-    options = parser.parse_args()
+    mtu, out, *names = sys.argv[4:]
+    delay, loss, rate = map(float, sys.argv[1:4])
     # Waits are to end when they are due, not 50 microseconds later.
     _libc.prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
     os.nice(-10)
-    room = FRAMES_IN_TURN if options.rate else MOST_FRAMES
-    chance = random.Random(0)
-    frame = -(-(options.mtu + HEADER) // LINE) * LINE
-    ports = [Port(name, room, frame, Losses(options.loss, chance)) for name in options.ports]
-    target = packet_socket(options.out, 0)
+    room = FRAMES_IN_TURN if rate else MOST_FRAMES
+    frame = -(-(int(mtu) + HEADER) // LINE) * LINE
+    ports = [Port(name, room, frame, loss) for name in names]
+    target = packet_socket(out, 0)
     print("ready", flush=True)
-    relay(ports, target, options.delay, options.rate)
+    relay(ports, target, delay, rate)
 
 
 if __name__ == "__main__":

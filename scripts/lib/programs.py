@@ -37,13 +37,15 @@ def stop(process, patience=STOP_DEADLINE):
             process.wait(patience)
 
 
-def output_of(*command, env=None, timeout=START_DEADLINE):
-    """What a short command says; Failed has what it complains of."""
+def output_of(*command, timeout=START_DEADLINE, **options):
+    """What a short command says; Failed has what it complains of. `options` are those of subprocess."""
     command = list(map(str, command))
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env, timeout=timeout
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout, **options
         )  # fmt: skip
+    except FileNotFoundError as error:
+        raise Failed(f"{error.filename} is not there") from error
     except subprocess.TimeoutExpired as error:
         raise Failed(f"{' '.join(command)}: no end after {timeout:.0f} s") from error
     if done.returncode:
@@ -162,9 +164,7 @@ class Peer:
     def end(self):
         """Sees to it that it is gone."""
         self.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_DEADLINE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(STOP_DEADLINE)
+        stop(self.process)
         self.process.stdout.close()

@@ -42,6 +42,12 @@ def times(name, ours, other, target=None, op=">=", words=None):
     return ratio(name, other / ours if op == ">=" else ours / other, target, words(ours), words(other), op)
 
 
+def worst(name, rows, target, op=">="):
+    """The worst of several ratios."""
+    row = (min if op == ">=" else max)(rows, key=lambda row: row.value)
+    return ratio(name, row.value, target, row.ours, row.other, op)
+
+
 def gib_s(value):
     return f"{value:.2f} GiB/s"
 
@@ -66,11 +72,6 @@ def table(header, rows):
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:]))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def markdown(header, rows):
-    """The same for documents."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
 
 
 def print_figures(figures):

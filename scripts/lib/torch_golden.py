@@ -18,44 +18,38 @@ ELEMENTS, STEPS = 24, 100
 
 RATE = {"learning_rate": "0.01"}
 DECAY = {**RATE, "weight_decay": "0.02"}
-LR = {"lr": 0.01}
 WD = {"lr": 0.01, "weight_decay": 0.02}
-LION = {"beta1": "0.95", "beta2": "0.98"}, {"betas": (0.95, 0.98)}
-LAMB = {"beta1": "0.8", "beta2": "0.99", "epsilon": "1e-6"}, {"betas": (0.8, 0.99), "eps": 1e-6}
-MOMENTUM = {"momentum": "0.8"}, {"momentum": 0.8}
 
-# The reducer, its settings, and the optimizer with what torch calls them. In the second half is also what is done to gradients
-# before: torch's limits of the norm and of values. Contributions are multiplied by the loss scale, and torch has the plain
-# ones.
+# The reducer and its settings. In the second half is also what is done to gradients before: torch's limits of the norm and of
+# values. Contributions are multiplied by the loss scale, and torch has the plain ones.
 CASES = [
-    ("sgd", DECAY, "SGD", WD),
-    ("momentum", {**DECAY, **MOMENTUM[0], "dampening": "0.3"}, "SGD", {**WD, **MOMENTUM[1], "dampening": 0.3}),
-    ("nesterov", {**DECAY, **MOMENTUM[0]}, "SGD", {**WD, **MOMENTUM[1], "nesterov": True}),
-    ("adam", DECAY, "Adam", WD),
-    ("adamw", {**DECAY, "beta1": "0.8", "beta2": "0.99"}, "AdamW", {**WD, "betas": (0.8, 0.99)}),
-    ("rmsprop", DECAY, "RMSprop", WD),
-    ("adagrad", {**RATE, "epsilon": "1e-8"}, "Adagrad", {**LR, "eps": 1e-8}),
-    ("adagrad", DECAY, "Adagrad", WD),
-    ("lion", RATE, "Lion", LR),
-    ("lion", {**DECAY, **LION[0]}, "Lion", {**WD, **LION[1]}),
-    ("lars", {**RATE, "trust_coefficient": "0.05"}, "Lars", {**LR, "trust": 0.05}),
-    ("lars", {**DECAY, **MOMENTUM[0], "trust_coefficient": "0.1"}, "Lars", {**WD, **MOMENTUM[1], "trust": 0.1}),
-    ("lamb", RATE, "Lamb", LR),
-    ("lamb", {**DECAY, **LAMB[0]}, "Lamb", {**WD, **LAMB[1]}),
-    ("sgd", {**DECAY, "clip_value": "0.3"}, "SGD", {**WD, "clip": (None, 0.3)}),
-    ("adam", {**RATE, "clip_value": "0.3"}, "Adam", {**LR, "clip": (None, 0.3)}),
-    ("sgd", {**RATE, "clip_norm": "2", "clip_value": "0.3"}, "SGD", {**LR, "clip": (2, 0.3)}),
-    ("momentum", {**RATE, "loss_scale": "8"}, "SGD", {**LR, "momentum": 0.9}),
-    (
-        "adamw", {**RATE, "weight_decay": "0", "clip_norm": "1.5", "loss_scale": "16"},
-        "AdamW", {**LR, "weight_decay": 0, "clip": (1.5, None)},
-    ),
-    (
-        "lars", {**DECAY, "clip_norm": "2", "clip_value": "0.3", "trust_coefficient": "0.1"},
-        "Lars", {**WD, "trust": 0.1, "clip": (2, 0.3)},
-    ),
-    ("lamb", {**DECAY, "clip_norm": "1.5", "loss_scale": "16"}, "Lamb", {**WD, "clip": (1.5, None)}),
-]  # fmt: skip
+    ("sgd", DECAY),
+    ("momentum", {**DECAY, "momentum": "0.8", "dampening": "0.3"}),
+    ("nesterov", {**DECAY, "momentum": "0.8"}),
+    ("adam", DECAY),
+    ("adamw", {**DECAY, "beta1": "0.8", "beta2": "0.99"}),
+    ("rmsprop", DECAY),
+    ("adagrad", {**RATE, "epsilon": "1e-8"}),
+    ("adagrad", DECAY),
+    ("lion", RATE),
+    ("lion", {**DECAY, "beta1": "0.95", "beta2": "0.98"}),
+    ("lars", {**RATE, "trust_coefficient": "0.05"}),
+    ("lars", {**DECAY, "momentum": "0.8", "trust_coefficient": "0.1"}),
+    ("lamb", RATE),
+    ("lamb", {**DECAY, "beta1": "0.8", "beta2": "0.99", "epsilon": "1e-6"}),
+    ("sgd", {**DECAY, "clip_value": "0.3"}),
+    ("adam", {**RATE, "clip_value": "0.3"}),
+    ("sgd", {**RATE, "clip_norm": "2", "clip_value": "0.3"}),
+    ("momentum", {**RATE, "loss_scale": "8"}),
+    ("adamw", {**RATE, "weight_decay": "0", "clip_norm": "1.5", "loss_scale": "16"}),
+    ("lars", {**DECAY, "clip_norm": "2", "clip_value": "0.3", "trust_coefficient": "0.1"}),
+    ("lamb", {**DECAY, "clip_norm": "1.5", "loss_scale": "16"}),
+]
+# What torch calls them; it has other defaults for momentum.
+OPTIMIZERS = {"sgd": ("SGD", {}), "momentum": ("SGD", {"momentum": 0.9})}
+OPTIMIZERS |= {"nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}), "adamw": ("AdamW", {}), "rmsprop": ("RMSprop", {})}
+NAMES = {"learning_rate": "lr", "epsilon": "eps", "trust_coefficient": "trust"}
+NAMES |= {name: name for name in ("weight_decay", "momentum", "dampening")}
 
 # The tensors of groups, and how many elements each has; the reducer, its settings, and torch's optimizers: each with its
 # groups, which are some tensors and their options.
@@ -179,9 +173,13 @@ def write(name, head, cases):
 
 def main():
     dtypes, plain, groups = {"f64": torch.float64, "f32": torch.float32}, [], []
-    for reducer, settings, kind, options in CASES:
-        clip = options.get("clip", (None, None))
-        task = {"all": ELEMENTS}, [(kind, [(["all"], {key: of for key, of in options.items() if key != "clip"})])], clip
+    for reducer, settings in CASES:
+        kind, options = OPTIMIZERS.get(reducer, (reducer.capitalize(), {}))
+        options = options | {NAMES[name]: float(value) for name, value in settings.items() if name in NAMES}
+        if "beta1" in settings:
+            options["betas"] = float(settings["beta1"]), float(settings["beta2"])
+        clip = [float(settings.get(name, 0)) for name in ("clip_norm", "clip_value")]
+        task = {"all": ELEMENTS}, [(kind, [(["all"], options)])], clip
         ends = {name: run(dtype, *task)["all"] for name, dtype in dtypes.items()}
         plain.append({"reducer": reducer, "settings": settings, **ends})
     for reducer, settings, optimizers in GROUPS:

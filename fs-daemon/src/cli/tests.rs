@@ -131,7 +131,7 @@ fn the_file_is_found_by_flag_or_variable() {
 }
 
 #[test]
-fn rdma_devices_are_asked_for_and_completed() {
+fn rdma_devices_are_asked_for_and_commands_are_completed() {
     let parsed = |words: &str| Cli::try_parse_from(words.split(' ')).map(|cli| cli.command);
     for (words, asked) in [("gradfs rdma devices", false), ("gradfs rdma devices --json", true)] {
         let Ok(Command::Rdma(rdma::RdmaCommand::Devices { json })) = parsed(words) else {
@@ -144,7 +144,9 @@ fn rdma_devices_are_asked_for_and_completed() {
     clap_complete::generate(clap_complete::Shell::Bash, &mut Cli::command(), "gradfs", &mut script);
     let script = String::from_utf8(script).unwrap();
     assert!(script.contains("gradfs__rdma__devices") || script.contains("gradfs__subcmd__rdma"));
-    assert!(script.contains("--rdma-gid-index") && script.contains("dynamic"));
+    for word in ["--rdma-gid-index", "dynamic", "drain", "--advertise", "--transport", "--shards", "shm"] {
+        assert!(script.contains(word), "{word}");
+    }
 }
 
 #[test]

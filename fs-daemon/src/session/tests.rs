@@ -46,29 +46,43 @@ fn done<T: Send + 'static>() -> (Done<T>, Receiver<CallResult<T>>) {
     (Box::new(move |outcome| sender.send(outcome).unwrap()), receiver)
 }
 
-/// The outcome of a commit, its error as an errno.
-fn commit(contribution: &Arc<Contribution>, ending: Ending) -> Result<(), i32> {
+/// What a call says at last.
+fn outcome<T: Send + 'static>(call: impl FnOnce(Done<T>)) -> CallResult<T> {
     let (done, outcome) = done();
-    contribution.commit(ending, done);
-    outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
-}
-
-fn take_back(contribution: &Arc<Contribution>) -> Result<(), i32> {
-    let (done, outcome) = done();
-    contribution.take_back(done);
-    outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
-}
-
-fn publish(publication: &Arc<Publication>) -> CallResult<()> {
-    let (done, outcome) = done();
-    publication.commit(Ending::Close, done);
+    call(done);
     outcome.recv_timeout(PATIENCE).expect("an answer")
 }
 
+/// The outcome of a commit, its error as an errno.
+fn commit(contribution: &Arc<Contribution>, ending: Ending) -> Result<(), i32> {
+    outcome(|done| contribution.commit(ending, done)).map_err(|error| error.errno)
+}
+
+fn take_back(contribution: &Arc<Contribution>) -> Result<(), i32> {
+    outcome(|done| contribution.take_back(done)).map_err(|error| error.errno)
+}
+
+fn publish(publication: &Arc<Publication>) -> CallResult<()> {
+    outcome(|done| publication.commit(Ending::Close, done))
+}
+
 fn await_step(model: &Arc<Model>, learner: &Learner) -> Result<Version, i32> {
-    let (done, outcome) = done();
-    model.await_fresh(Some(learner.id), done);
-    outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
+    outcome(|done| model.await_fresh(Some(learner.id), done)).map_err(|error| error.errno)
+}
+
+/// A model that adds up what its only learner brings.
+fn one() -> (Arc<Model>, Arc<Learner>) {
+    let model = model(&[("reducer", "sum")]);
+    let learner = model.join("a", None).unwrap();
+    (model, learner)
+}
+
+/// A model of two learners with what each contributes.
+fn two(setting: (&str, &str)) -> (Arc<Model>, [Arc<Learner>; 2], [Arc<Contribution>; 2]) {
+    let model = model(&[("reducer", "sum"), ("learners", "2"), setting]);
+    let learners = ["a", "b"].map(|name| model.join(name, None).unwrap());
+    let contributions = learners.each_ref().map(|learner| contribution(&model, learner));
+    (model, learners, contributions)
 }
 
 /// The bytes of a model that is `value` throughout.
@@ -82,8 +96,7 @@ fn shows(reader: &Reader, value: f32) -> bool {
 
 #[test]
 fn a_step_is_in_the_version_that_it_waits_for_and_readers_keep_theirs() {
-    let model = model(&[("reducer", "sum")]);
-    let learner = model.join("a", None).unwrap();
+    let (model, learner) = one();
     let (before, steps) = (Reader::newest(&model.job).unwrap(), contribution(&model, &learner));
     assert_eq!(commit(&steps, Ending::Step), Ok(()), "without anything written");
     for (step, sum) in [(1, 1.5), (2, 3.0)] {
@@ -104,8 +117,7 @@ fn a_step_is_in_the_version_that_it_waits_for_and_readers_keep_theirs() {
 
 #[test]
 fn an_aborted_contribution_counts_nowhere_and_its_reason_is_kept_until_a_success() {
-    let model = model(&[("reducer", "sum")]);
-    let learner = model.join("a", None).unwrap();
+    let (model, learner) = one();
     let (one, other) = (contribution(&model, &learner), contribution(&model, &learner));
     one.write(0, &all(1.0)[..8]).unwrap();
     other.write(8, &all(1.0)[8..16]).unwrap();
@@ -125,8 +137,7 @@ fn an_aborted_contribution_counts_nowhere_and_its_reason_is_kept_until_a_success
 
 #[test]
 fn all_who_write_as_a_learner_make_one_contribution() {
-    let model = model(&[("reducer", "sum")]);
-    let learner = model.join("a", None).unwrap();
+    let (model, learner) = one();
     let (one, other) = (contribution(&model, &learner), contribution(&model, &learner));
     let (bytes, half) = (all(1.0), SIZE / 2);
     one.write(0, &bytes[..half as usize]).unwrap();
@@ -139,9 +150,7 @@ fn all_who_write_as_a_learner_make_one_contribution() {
 
 #[test]
 fn a_commit_that_waits_in_vain_can_be_tried_again_but_for_a_close() {
-    let model = model(&[("reducer", "sum"), ("learners", "2"), ("timeout", "3")]);
-    let [learner, slow] = ["a", "b"].map(|name| model.join(name, None).unwrap());
-    let (ahead, behind) = (contribution(&model, &learner), contribution(&model, &slow));
+    let (model, [learner, _], [ahead, behind]) = two(("timeout", "3"));
     ahead.write(0, &all(1.0)).unwrap();
     assert_eq!(commit(&ahead, Ending::Step), Ok(()));
     behind.write(0, &all(1.0)[..4]).unwrap();
@@ -165,9 +174,7 @@ fn a_commit_that_waits_in_vain_can_be_tried_again_but_for_a_close() {
 
 #[test]
 fn what_is_being_committed_cannot_be_taken_back() {
-    let model = model(&[("reducer", "sum"), ("learners", "2"), ("timeout", "600")]);
-    let [learner, slow] = ["a", "b"].map(|name| model.join(name, None).unwrap());
-    let (ahead, behind) = (contribution(&model, &learner), contribution(&model, &slow));
+    let (model, [learner, _], [ahead, behind]) = two(("timeout", "600"));
     ahead.write(0, &all(1.0)).unwrap();
     assert_eq!(commit(&ahead, Ending::Step), Ok(()), "taken, for a version that needs another one");
     ahead.write(0, &all(2.0)).unwrap();
@@ -200,8 +207,7 @@ fn both_faces_show_the_newest_version_after_each_step() {
 
 #[test]
 fn a_step_ships_the_mapping_where_nothing_was_written() {
-    let model = model(&[("reducer", "sum")]);
-    let learner = model.join("a", None).unwrap();
+    let (model, learner) = one();
     let mapped = Arc::new(Contribution::open(&model, learner, true, None));
     mapped.store_mapped(0, &all(1.0)).unwrap();
     assert_eq!(commit(&mapped, Ending::Close), Ok(()));
@@ -254,9 +260,7 @@ fn weights_are_not_written_under_another_reducer_once_there_is_a_version() {
 
 #[test]
 fn a_learner_whose_users_have_ended_is_not_waited_for_beyond_linger() {
-    let model = model(&[("reducer", "sum"), ("learners", "2"), ("linger", "0")]);
-    let [stays, goes] = ["a", "b"].map(|name| model.join(name, None).unwrap());
-    let (steps, left) = (contribution(&model, &stays), contribution(&model, &goes));
+    let (model, [stays, goes], [steps, left]) = two(("linger", "0"));
     goes.note(LearnerUse::Comes);
     left.closed();
     goes.note(LearnerUse::Ends);
@@ -270,11 +274,7 @@ fn a_learner_whose_users_have_ended_is_not_waited_for_beyond_linger() {
 fn a_mapping_is_published_by_steps_and_stays_its_programs() {
     let model = model(&[("reducer", "assign")]);
     let publication = Arc::new(Publication::open_mapped(&model).unwrap());
-    let ends = |ending| {
-        let (done, outcome) = done();
-        publication.commit(ending, done);
-        outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
-    };
+    let ends = |ending| outcome(|done| publication.commit(ending, done)).map_err(|error| error.errno);
     let memory = publication.mapped().unwrap();
     assert_eq!(
         memory.store(SIZE, &[0]).unwrap_err(),

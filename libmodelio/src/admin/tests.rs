@@ -15,10 +15,7 @@ fn within(time: Duration) -> Instant {
 }
 
 /// A listener whose connections, in turn, are given to `script` with their number, and where it listens.
-fn peer(
-    connections: usize,
-    script: impl Fn(usize, &mut Client) + Send + 'static,
-) -> (String, JoinHandle<()>) {
+fn peer(connections: usize, script: impl Fn(usize, &mut Client) + Send + 'static) -> (String, Peer) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("its address").to_string();
     let thread = std::thread::spawn(move || {
@@ -28,7 +25,18 @@ fn peer(
             script(number, &mut Client { stream, receiver: Receiver::new(Limits::MAX) });
         }
     });
-    (address, thread)
+    (address, Peer(Some(thread)))
+}
+
+/// A listener that goes when its script is over. Whoever has connected to it goes first.
+struct Peer(Option<JoinHandle<()>>);
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.0.take().expect("one end").join().expect("the script was kept to");
+        }
+    }
 }
 
 /// The other end of a connection.
@@ -77,7 +85,7 @@ fn welcome(silence_ms: u32) -> Message {
 
 #[test]
 fn a_good_conversation() {
-    let (address, thread) = peer(1, |_, client| {
+    let (address, _peer) = peer(1, |_, client| {
         client.greet(10_000);
         let (status, request, _) = client.receive().expect("a request");
         assert_eq!((status, request), (Message::Status, 1));
@@ -101,27 +109,23 @@ fn a_good_conversation() {
     assert_eq!(peer.request(&Message::Status, &[], deadline).expect("an answer").0, Message::Done);
     let unsendable = peer.request(&Message::Ping, &[1], deadline).expect_err("no payload belongs there");
     assert!(matches!(unsendable, AdminError::Request(WireError::Payload { .. })), "{unsendable}");
-    drop(peer);
-    thread.join().expect("the script was kept to");
 }
 
 #[test]
 fn names_are_resolved() {
-    let (address, thread) = peer(1, |_, client| client.greet(1000));
+    let (address, _peer) = peer(1, |_, client| client.greet(1000));
     let port = address.rsplit_once(':').expect("a port").1;
     AdminPeer::connect(&format!("localhost:{port}"), within(LONG)).expect("one of its addresses");
-    thread.join().expect("the script was kept to");
 }
 
 /// What connecting to a peer of this script ends with, by `time`.
 fn failure(time: Duration, script: impl Fn(&mut Client) + Send + 'static) -> (AdminError, Duration) {
-    let (address, thread) = peer(1, move |_, client| script(client));
+    let (address, _peer) = peer(1, move |_, client| script(client));
     let start = Instant::now();
     let error = AdminPeer::connect(&address, start + time).expect_err("no greeting");
     let took = start.elapsed();
     assert!(error.to_string().contains(&address), "{error}");
     assert!(!error.to_string().contains('\n'), "{error}");
-    thread.join().expect("the script was kept to");
     (error, took)
 }
 
@@ -225,7 +229,7 @@ fn nobody_listens() {
 
 #[test]
 fn silence_ends_at_the_deadline() {
-    let (address, thread) = peer(1, |_, client| {
+    let (address, _peer) = peer(1, |_, client| {
         client.greet(60_000);
         client.wait();
     });
@@ -234,13 +238,11 @@ fn silence_ends_at_the_deadline() {
     let error = peer.request(&Message::Status, &[], start + SOON).expect_err("silence");
     assert!(matches!(error, AdminError::TimedOut { .. }), "{error}");
     assert!((SOON..LONG / 2).contains(&start.elapsed()));
-    drop(peer);
-    thread.join().expect("the script was kept to");
 }
 
 #[test]
 fn silence_ends_when_the_welcome_says() {
-    let (address, thread) = peer(1, |_, client| {
+    let (address, _peer) = peer(1, |_, client| {
         client.greet(SOON.as_millis() as u32);
         assert_eq!(client.receive().expect("a request").0, Message::Status);
         let mut pings = 0;
@@ -255,13 +257,11 @@ fn silence_ends_when_the_welcome_says() {
     let error = peer.request(&Message::Status, &[], start + LONG).expect_err("silence");
     assert!(matches!(error, AdminError::Silent { .. }) && error.is_disconnect(), "{error}");
     assert!(start.elapsed() < LONG / 2 && peer.is_stale() == (peer.last_sent.elapsed() >= SOON / 2));
-    drop(peer);
-    thread.join().expect("the script was kept to");
 }
 
 #[test]
 fn pongs_keep_a_slow_answer_waited_for() {
-    let (address, thread) = peer(1, |_, client| {
+    let (address, _peer) = peer(1, |_, client| {
         client.greet(SOON.as_millis() as u32);
         assert_eq!(client.receive().expect("a request").0, Message::Status);
         for _ in 0..8 {
@@ -274,13 +274,11 @@ fn pongs_keep_a_slow_answer_waited_for() {
     let mut peer = AdminPeer::connect(&address, within(LONG)).expect("a greeting");
     let answer = peer.request(&Message::Status, &[], within(LONG)).expect("an answer");
     assert_eq!(answer, (Message::Text, Vec::new()));
-    drop(peer);
-    thread.join().expect("the script was kept to");
 }
 
 #[test]
 fn a_damaged_payload_is_noticed() {
-    let (address, thread) = peer(1, |_, client| {
+    let (address, _peer) = peer(1, |_, client| {
         client.greet(60_000);
         client.receive();
         let mut bytes = frame(&Message::Text, 1, Epoch(0), b"good").expect("a sound message");
@@ -294,13 +292,11 @@ fn a_damaged_payload_is_noticed() {
         matches!(error, AdminError::Wire { source: WireError::Checksum { what: "payload", .. }, .. }),
         "{error}"
     );
-    drop(peer);
-    thread.join().expect("the script was kept to");
 }
 
 #[test]
 fn whoever_is_hung_up_on_before_the_greeting_tries_again() {
-    let (address, thread) = peer(4, |number, client| {
+    let (address, _peer) = peer(4, |number, client| {
         if number > 1 {
             client.greet(60_000);
             let (_, request, _) = client.receive().expect("a request");
@@ -311,7 +307,6 @@ fn whoever_is_hung_up_on_before_the_greeting_tries_again() {
     registry.models(within(LONG)).expect("an answer");
     let mut peer = AdminPeer::connect(&address, within(LONG)).expect("a greeting");
     peer.request(&Message::Registry(RegistryRequest::Models), &[], within(LONG)).expect("an answer");
-    thread.join().expect("the script was kept to");
     let always = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = always.local_addr().expect("its address").to_string();
     std::thread::spawn(move || always.incoming().for_each(drop));
@@ -324,7 +319,7 @@ fn whoever_is_hung_up_on_before_the_greeting_tries_again() {
 #[test]
 fn a_registry_is_connected_to_again() {
     // The first connection ends after one answer; the second after a wrong one; the third stays.
-    let (address, thread) = peer(3, |number, client| {
+    let (address, _peer) = peer(3, |number, client| {
         client.greet(60_000);
         let (asked, request, _) = client.receive().expect("a request");
         assert_eq!(asked, Message::Registry(RegistryRequest::Models));
@@ -343,6 +338,4 @@ fn a_registry_is_connected_to_again() {
     let error = registry.models(within(LONG)).expect_err("a wrong answer on the second connection");
     assert!(matches!(error, RegistryError::Peer(AdminError::Unexpected { what: "Done", .. })), "{error}");
     assert_eq!(registry.models(within(LONG)).expect("an answer"), ["m2"]);
-    drop(registry);
-    thread.join().expect("the script was kept to");
 }

@@ -55,6 +55,27 @@ impl Bench {
         bench
     }
 
+    /// Step 1 is committed, with token 3.
+    fn committed() -> Bench {
+        let mut bench = Bench::new();
+        bench.commit(3, 10);
+        bench
+    }
+
+    /// Plan 1 takes it.
+    fn in_plan() -> Bench {
+        let mut bench = Bench::committed();
+        bench.grant(1);
+        bench
+    }
+
+    /// The coordinator has told its state, under number 2.
+    fn told() -> Bench {
+        let mut bench = Bench::new();
+        bench.state(2, 0, 0, false);
+        bench
+    }
+
     fn ask(&mut self, token: u64, message: Message, seconds: u64) {
         let deadline = self.now + Duration::from_secs(seconds);
         self.core.request(token, message, deadline, self.now, &mut self.said);
@@ -65,25 +86,7 @@ impl Bench {
     }
 
     fn commit_of(&mut self, token: u64, seconds: u64, lent: bool) {
-        let blocks = vec![0..3];
-        let timeout_ms = seconds as u32 * 1000;
-        self.ask(
-            token,
-            Message::Commit {
-                learner: L,
-                step: Step(1),
-                blocks,
-                tensors: vec![0..1],
-                partly: Some(Default::default()),
-                contents: Default::default(),
-                weight: Default::default(),
-                timeout_ms,
-                lent,
-                given_up: None,
-                base: None,
-            },
-            seconds,
-        );
+        self.ask(token, commit(L, 1, 0..3, seconds, lent), seconds);
     }
 
     fn coordinator(&mut self, request: u64, message: Message) {
@@ -92,7 +95,31 @@ impl Bench {
 
     fn grant(&mut self, plan: u64) {
         let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None };
+        self.granted(plan, payload);
+    }
+
+    fn granted(&mut self, plan: u64, payload: Granted) {
         self.coordinator(0, Message::Grant { plan: PlanId(plan), payload, counted: PlanId(0) });
+    }
+
+    /// The same, while the learner is still writing.
+    fn provisional(&mut self, plan: u64, step: u64) {
+        let of = vec![(L, Step(step))];
+        self.granted(plan, Granted::Contributions { of, replaces: false, open: Some(vec![L]) });
+    }
+
+    /// The state changes, and the coordinator says so.
+    fn changes(&mut self, change: impl FnOnce(&mut JobState)) {
+        let mut state = self.core.state().clone();
+        state.sequence += 1;
+        change(&mut state);
+        self.coordinator(0, Message::State(Box::new(state)));
+    }
+
+    fn sets(&mut self, settings: &[(&str, &str)]) {
+        self.changes(|state| {
+            state.controls = state.controls.clone().with_all(settings.iter().copied()).unwrap();
+        });
     }
 
     fn pass(&mut self, millis: u64) {
@@ -127,10 +154,30 @@ impl Bench {
     }
 }
 
+fn commit(learner: LearnerId, step: u64, blocks: std::ops::Range<u32>, seconds: u64, lent: bool) -> Message {
+    Message::Commit {
+        learner,
+        step: Step(step),
+        blocks: vec![blocks],
+        tensors: vec![0..1],
+        partly: Some(Default::default()),
+        contents: Default::default(),
+        weight: Default::default(),
+        timeout_ms: seconds as u32 * 1000,
+        lent,
+        given_up: None,
+        base: None,
+    }
+}
+
+/// New weights of all blocks.
+fn assign(token: u64, seconds: u64) -> Message {
+    Message::Assign { token, blocks: vec![0..4], timeout_ms: seconds as u32 * 1000, ahead: None }
+}
+
 #[test]
 fn a_job_without_coordinator_fails_at_once_until_one_is_found() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.core.await_step(4, L, Duration::from_secs(20), bench.now, &mut bench.said);
     let lost = || ShardError::Lost("it has come back empty".into());
     bench.said.clear();
@@ -155,10 +202,7 @@ fn a_job_that_has_failed_needs_no_coordinator_to_refuse_what_is_asked() {
     let mut bench = Bench::new();
     bench.ask(4, Message::Join { name: "w".into() }, 10);
     bench.pass(10);
-    bench.coordinator(
-        0,
-        Message::State(Box::new(JobState { sequence: 1, phase: JobPhase::Failed, ..JobState::default() })),
-    );
+    bench.changes(|state| state.phase = JobPhase::Failed);
     bench.said.clear();
     bench.ask(5, Message::Join { name: "x".into() }, 10);
     assert!(matches!(bench.said[..], [Action::ToCoordinator(_, Message::Join { .. })]), "{:?}", bench.said);
@@ -174,10 +218,7 @@ fn a_job_that_has_failed_needs_no_coordinator_to_refuse_what_is_asked() {
 #[test]
 fn a_job_that_has_failed_can_be_abandoned_too() {
     let mut bench = Bench::new();
-    bench.coordinator(
-        0,
-        Message::State(Box::new(JobState { sequence: 1, phase: JobPhase::Failed, ..JobState::default() })),
-    );
+    bench.changes(|state| state.phase = JobPhase::Failed);
     assert!(bench.core.lost().is_some() && !bench.core.is_abandoned(), "its coordinator says so");
     let lost = || ShardError::Lost("the name is another model's".into());
     bench.core.fail(lost(), bench.now, &mut bench.said);
@@ -190,9 +231,7 @@ fn a_job_that_has_failed_can_be_abandoned_too() {
 
 #[test]
 fn granted_blocks_are_sent_to_their_shards_and_kept_until_they_are_taken() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
-    bench.grant(1);
+    let mut bench = Bench::in_plan();
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]));
     bench.said.clear();
     // One block is missing at the shard: it was lost on the way.
@@ -284,21 +323,7 @@ fn a_request_is_sent_again_with_less_time_until_its_deadline() {
     // It may have been taken: the payload stays, and another commit of the step must be the same.
     assert_eq!(bench.core.kept(), (0, 1));
     bench.said.clear();
-    let (blocks, tensors) = (vec![0..4], vec![0..1]);
-    let other = Message::Commit {
-        learner: L,
-        step: Step(1),
-        blocks,
-        tensors,
-        partly: Some(Default::default()),
-        contents: Default::default(),
-        weight: Default::default(),
-        timeout_ms: 1000,
-        lent: false,
-        given_up: None,
-        base: None,
-    };
-    bench.ask(4, other, 1);
+    bench.ask(4, commit(L, 1, 0..4, 1, false), 1);
     assert!(matches!(bench.said[..], [Action::Answer(4, Err(Refusal::Shard(ShardError::NotAllowed(_))))]));
 }
 
@@ -335,8 +360,7 @@ fn the_late_answer_to_an_earlier_request_releases_nothing_that_was_committed_sin
 
 #[test]
 fn a_coordinator_out_of_reach_is_not_sought_in_a_loop() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.core.coordinator_down(bench.now, &mut bench.said);
     bench.pass(2000);
     assert_eq!(bench.core.next_deadline(), Some(Duration::from_secs(10)));
@@ -345,11 +369,10 @@ fn a_coordinator_out_of_reach_is_not_sought_in_a_loop() {
 #[test]
 fn a_grant_of_what_was_given_up_is_declined() {
     let mut bench = Bench::new();
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
+    bench.ask(3, assign(5, 1), 1);
     bench.pass(1000);
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
-    bench
-        .coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5), counted: PlanId(0) });
+    bench.granted(1, Granted::Weights(5));
     let gone = Message::SourceGone { plan: PlanId(1), learner: None };
     assert!(bench.said.contains(&Action::ToCoordinator(0, gone)));
     assert_eq!(bench.core.outgoing(), None);
@@ -358,9 +381,8 @@ fn a_grant_of_what_was_given_up_is_declined() {
 #[test]
 fn a_job_that_has_failed_needs_no_new_weights_also_those_that_are_being_sent() {
     let mut bench = Bench::new();
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
-    bench
-        .coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5), counted: PlanId(0) });
+    bench.ask(3, assign(5, 1), 1);
+    bench.granted(1, Granted::Weights(5));
     bench.pass(1000);
     bench.core.fail(ShardError::Lost("its process is gone".into()), bench.now, &mut bench.said);
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
@@ -386,13 +408,11 @@ fn own_weights(blocks: std::ops::Range<u32>, can_show: bool, change: impl Fn(&mu
         bench.core.can_show(5);
     }
     bench.ask(3, Message::Assign { token: 5, blocks: vec![blocks], timeout_ms: 1000, ahead: None }, 1);
-    bench
-        .coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5), counted: PlanId(0) });
-    let mut state = bench.core.state().clone();
-    (state.sequence, state.version, state.over) = (state.sequence + 1, Version(1), PlanId(1));
-    state.own_weights = Some(5);
-    change(&mut state);
-    bench.coordinator(0, Message::State(Box::new(state)));
+    bench.granted(1, Granted::Weights(5));
+    bench.changes(|state| {
+        (state.version, state.over, state.own_weights) = (Version(1), PlanId(1), Some(5));
+        change(state);
+    });
     bench
 }
 
@@ -426,9 +446,8 @@ fn a_version_is_pulled_if_the_clients_own_new_weights_are_not_all_of_it_or_canno
 #[test]
 fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
     let mut bench = Bench::new();
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
-    bench
-        .coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5), counted: PlanId(0) });
+    bench.ask(3, assign(5, 1), 1);
+    bench.granted(1, Granted::Weights(5));
     bench.pass(1000);
     assert!(!bench.said.contains(&Action::ReleaseWeights(5)), "the shards may be reading them");
     bench.coordinator(0, Message::Over { plan: PlanId(1) });
@@ -437,8 +456,7 @@ fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
 
 #[test]
 fn a_version_is_pulled_whole_and_a_learner_sees_its_own_step() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.coordinator(3, Message::Done);
     assert_eq!(bench.core.last_commit(L), LastCommit::Waits);
     bench.core.await_step(4, L, Duration::from_secs(10), bench.now, &mut bench.said);
@@ -466,8 +484,7 @@ fn a_version_is_pulled_whole_and_a_learner_sees_its_own_step() {
 
 #[test]
 fn a_wait_for_a_step_that_times_out_names_the_reason() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.coordinator(3, Message::Done);
     let waits = |bench: &mut Bench| {
         bench.said.clear();
@@ -478,12 +495,10 @@ fn a_wait_for_a_step_that_times_out_names_the_reason() {
         }
     };
     assert_eq!(waits(&mut bench), "other learners have not contributed to this step");
-    let away = JobState { sequence: 2, away: vec![ShardId(2)], ..bench.core.state().clone() };
-    bench.coordinator(0, Message::State(Box::new(away.clone())));
+    bench.changes(|state| state.away = vec![ShardId(2)]);
     let being_made = "the contribution is taken, but its version is still being made; out of reach: shard 2";
     assert_eq!(waits(&mut bench), being_made);
-    let back = JobState { sequence: 3, away: Vec::new(), ..away };
-    bench.coordinator(0, Message::State(Box::new(back)));
+    bench.changes(|state| state.away.clear());
     bench.state(4, 1, 1, false);
     assert_eq!(waits(&mut bench), NOT_HERE);
     bench.core.set_no_buffer(true);

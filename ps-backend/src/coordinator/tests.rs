@@ -15,7 +15,7 @@ use libmodelio::vocabulary::layout::DType;
 use libmodelio::vocabulary::norm::{ExactSum, Quantity, Squares};
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::vocabulary::shard_error::ShardError;
-use libmodelio::wire::{Granted, Work};
+use libmodelio::wire::{Granted, Plan, Work};
 
 use super::*;
 
@@ -50,6 +50,27 @@ impl Bench {
         bench
     }
 
+    /// Both have committed their first step, and a plan has it.
+    fn both_committed() -> (Bench, Plan) {
+        Bench::both_committed_as(false)
+    }
+
+    /// The first of them may have lent its memory.
+    fn both_committed_as(lent: bool) -> (Bench, Plan) {
+        let mut bench = Bench::new();
+        let plan = bench.both_commit(lent);
+        (bench, plan)
+    }
+
+    /// Both have committed their first step under a lease of 3 s.
+    fn both_committed_under_a_lease() -> Bench {
+        let mut bench = Bench::new();
+        bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
+        bench.commit(A, 1, 1, 3);
+        bench.commit(B, 2, 1, 2);
+        bench
+    }
+
     fn client(&mut self, client: ClientId, request: u64, message: Message) {
         self.coordinator.from_client(client, request, message, self.now, &mut self.said);
     }
@@ -73,50 +94,27 @@ impl Bench {
     }
 
     fn commit_as(&mut self, client: ClientId, learner: u32, step: u64, from: u64, lent: bool) {
-        let learner = LearnerId(learner);
-        self.client(client, from, Message::Open { learner });
-        let (step, blocks, tensors) = (Step(step), vec![0..4], vec![0..2]);
-        let commit = Message::Commit {
-            learner,
-            step,
-            blocks,
-            tensors,
-            partly: Some(Default::default()),
-            contents: Default::default(),
-            weight: Default::default(),
-            timeout_ms: 10_000,
-            lent,
-            given_up: None,
-            base: None,
-        };
-        self.client(client, from + 1, commit);
+        self.client(client, from, Message::Open { learner: LearnerId(learner) });
+        let timeout_ms = 10_000;
+        self.client(client, from + 1, commit_message(learner, step, ALL, timeout_ms, lent));
     }
 
     /// A learner commits these blocks and tensors.
-    fn commit_of(
-        &mut self,
-        client: ClientId,
-        learner: u32,
-        step: u64,
-        request: u64,
-        (blocks, tensors): (Range<u32>, Range<u32>),
-    ) {
-        let (learner, step) = (LearnerId(learner), Step(step));
-        let (blocks, tensors) = (vec![blocks], vec![tensors]);
-        let commit = Message::Commit {
-            learner,
-            step,
-            blocks,
-            tensors,
-            partly: Some(Default::default()),
-            contents: Default::default(),
-            weight: Default::default(),
-            timeout_ms: 10_000,
-            lent: false,
-            given_up: None,
-            base: None,
-        };
-        self.client(client, request, commit);
+    fn commit_of(&mut self, client: ClientId, learner: u32, step: u64, request: u64, of: Parts) {
+        self.client(client, request, commit_message(learner, step, of, 10_000, false));
+    }
+
+    /// The shard is ready with the plan, hears that it counts, and is done with it.
+    fn carries_out(&mut self, plan: PlanId) {
+        self.partition(0, Message::Ready { plan });
+        self.partition(plan.0, Message::Done);
+    }
+
+    /// Both commit their first step; the plan that has it.
+    fn both_commit(&mut self, lent: bool) -> Plan {
+        self.commit_as(A, 1, 1, 2, lent);
+        self.commit(B, 2, 1, 2);
+        self.started()
     }
 
     /// The messages to a client, without the state of the job.
@@ -139,12 +137,42 @@ impl Bench {
         .collect()
     }
 
-    fn started(&mut self) -> libmodelio::wire::Plan {
+    fn started(&mut self) -> Plan {
         match self.sent_to_partition().pop() {
             Some(Message::Start(plan)) => *plan,
             other => panic!("a start is expected, not {other:?}"),
         }
     }
+}
+
+/// Ranges of blocks and of tensors.
+type Parts = (Range<u32>, Range<u32>);
+
+const ALL: Parts = (0..4, 0..2);
+
+fn commit_message(learner: u32, step: u64, of: Parts, timeout_ms: u32, lent: bool) -> Message {
+    Message::Commit {
+        learner: LearnerId(learner),
+        step: Step(step),
+        blocks: vec![of.0],
+        tensors: vec![of.1],
+        partly: Some(Default::default()),
+        contents: Default::default(),
+        weight: Default::default(),
+        timeout_ms,
+        lent,
+        given_up: None,
+        base: None,
+    }
+}
+
+fn assign(token: u64, timeout_ms: u32) -> Message {
+    Message::Assign { token, blocks: vec![0..4], timeout_ms, ahead: None }
+}
+
+/// The clients whose contributions a plan has.
+fn clients(plan: &Plan) -> Vec<ClientId> {
+    plan.sources.iter().map(|source| source.client).collect()
 }
 
 fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
@@ -204,7 +232,7 @@ fn a_step_of_two_clients() {
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     assert!(matches!(plan.work, Work::Reduce { .. }));
-    assert_eq!(plan.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A, B]);
+    assert_eq!(clients(&plan), [A, B]);
     assert!(bench.sent_to(A).contains(&grant(plan.plan, &[(1, 1)])));
     assert!(bench.sent_to(B).contains(&grant(plan.plan, &[(2, 1)])));
 
@@ -225,8 +253,7 @@ fn a_client_that_is_given_up_hears_which_of_its_plans_counts() {
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
     let counts = bench.started().plan;
-    bench.partition(0, Message::Ready { plan: counts });
-    bench.partition(counts.0, Message::Done);
+    bench.carries_out(counts);
     bench.commit(A, 1, 2, 3);
     bench.said.clear();
     bench.pass(Now::from_secs(61));
@@ -241,10 +268,7 @@ fn a_client_that_is_given_up_hears_which_of_its_plans_counts() {
 /// Learner 1's client commits and pings, and sends nothing of what it is granted.
 #[test]
 fn a_client_that_withholds_its_grant_holds_the_job_up_for_the_lease_alone() {
-    let mut bench = Bench::new();
-    bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
-    bench.commit(A, 1, 1, 3);
-    bench.commit(B, 2, 1, 2);
+    let mut bench = Bench::both_committed_under_a_lease();
     let plan = bench.started().plan;
     let begun = bench.now;
     let mut lacking = 4;
@@ -267,16 +291,13 @@ fn a_client_that_withholds_its_grant_holds_the_job_up_for_the_lease_alone() {
     bench.partition(plan.0, Message::Done);
     bench.pass(PATIENCE);
     let next = bench.started();
-    assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [B]);
+    assert_eq!(clients(&next), [B]);
 }
 
 /// The shard has each plan dropped sooner than it is asked what it lacks.
 #[test]
 fn a_client_that_withholds_its_grant_is_given_up_also_if_plans_are_dropped_all_the_time() {
-    let mut bench = Bench::new();
-    bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
-    bench.commit(A, 1, 1, 3);
-    bench.commit(B, 2, 1, 2);
+    let mut bench = Bench::both_committed_under_a_lease();
     let begun = bench.now;
     while bench.coordinator.client_count().0 == 2 {
         let plan = bench.started().plan;
@@ -296,21 +317,16 @@ fn a_client_that_withholds_its_grant_is_given_up_also_if_plans_are_dropped_all_t
 /// Plans that wait for it are dropped. New weights of the other client are made between two of them.
 #[test]
 fn a_client_that_withholds_its_grant_is_given_up_also_if_new_weights_come_meanwhile() {
-    let mut bench = Bench::new();
-    bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
-    bench.commit(A, 1, 1, 3);
-    bench.commit(B, 2, 1, 2);
+    let mut bench = Bench::both_committed_under_a_lease();
     let (begun, mut published) = (bench.now, 0);
     while bench.coordinator.client_count().0 == 2 {
-        let libmodelio::wire::Plan { plan, work, .. } = bench.started();
+        let Plan { plan, work, .. } = bench.started();
         if let Work::Assign { .. } = work {
             bench.partition(0, Message::Ready { plan });
             published += 1;
         } else {
             if bench.now == begun + Now::from_secs(3) {
-                let weights =
-                    Message::Assign { token: 4, blocks: vec![0..4], timeout_ms: 100_000, ahead: None };
-                bench.client(B, 4, weights);
+                bench.client(B, 4, assign(4, 100_000));
             }
             [A, B].into_iter().for_each(|client| bench.coordinator.client_alive(client, bench.now));
             bench.pass(REPEAT / 5);
@@ -331,15 +347,14 @@ fn a_contribution_that_is_alone_for_long_is_added_up_and_answered() {
     bench.pass(PATIENCE);
     let plan = bench.started();
     assert_eq!(plan.work, Work::Add { combine: Combine::Sum });
-    bench.partition(0, Message::Ready { plan: plan.plan });
-    bench.partition(plan.plan.0, Message::Done);
+    bench.carries_out(plan.plan);
     assert!(bench.sent_to(A).contains(&(3, Message::Done)), "it is at the shards for good");
     // The other one makes the version, from its own and what is kept.
     bench.commit(B, 2, 1, 2);
     let next = bench.started();
     let Work::Reduce { step, .. } = &next.work else { panic!("{next:?}") };
     assert_eq!(step.contributions, 2);
-    assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [B]);
+    assert_eq!(clients(&next), [B]);
 }
 
 #[test]
@@ -397,10 +412,7 @@ fn a_step_that_needs_its_norm_is_measured_before_it_is_made() {
 
 #[test]
 fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
-    let mut bench = Bench::new();
-    bench.commit(A, 1, 1, 2);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed();
     bench.pass(Now::from_secs(30));
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
@@ -412,7 +424,7 @@ fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
     bench.partition(plan.plan.0, Message::Done);
     let next = bench.started();
     assert!(next.plan > plan.plan);
-    assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A]);
+    assert_eq!(clients(&next), [A]);
     // Answers about the old plan do not count.
     bench.partition(0, Message::Ready { plan: plan.plan });
     assert_eq!(bench.coordinator.running(), Some((next.plan, vec![0])));
@@ -437,10 +449,7 @@ fn a_request_that_is_repeated_is_carried_out_once() {
 
 #[test]
 fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
-    let mut bench = Bench::new();
-    bench.commit(A, 1, 1, 2);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed();
     bench.said.clear();
     let block = libmodelio::vocabulary::ids::BlockId(3);
     bench.partition(0, Message::NonFinitePayload { plan: plan.plan, client: B, block });
@@ -456,10 +465,7 @@ fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
 
 #[test]
 fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
-    let mut bench = Bench::new();
-    bench.commit(A, 1, 1, 2);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed();
     bench.client(B, 0, Message::SourceGone { plan: plan.plan, learner: Some(LearnerId(2)) });
     assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }]);
     assert!(bench.sent_to(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
@@ -468,7 +474,7 @@ fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
 #[test]
 fn no_new_weights_of_a_client_that_is_gone_are_waited_for() {
     let mut bench = Bench::new();
-    let assign = |token| Message::Assign { token, blocks: vec![0..4], timeout_ms: 600_000, ahead: None };
+    let assign = |token| assign(token, 600_000);
     bench.client(B, 2, Message::SetControl { name: "reducer".into(), value: "assign".into() });
     // Two programs of the first client write weights while a write of the second one is being published.
     bench.client(B, 3, assign(1));
@@ -480,8 +486,7 @@ fn no_new_weights_of_a_client_that_is_gone_are_waited_for() {
     bench.pass(Now::ZERO);
     assert_eq!(bench.coordinator.client_count().1, 1, "the first client is given up");
     bench.said.clear();
-    bench.partition(0, Message::Ready { plan: running.plan });
-    bench.partition(running.plan.0, Message::Done);
+    bench.carries_out(running.plan);
     assert_eq!(bench.coordinator.running(), None, "nobody can send what it would wait for");
     assert_eq!(bench.coordinator.job().version(), Version(1));
 }
@@ -511,10 +516,7 @@ fn timed_out(answer: &(u64, Message)) -> bool {
 
 #[test]
 fn lent_payload_is_in_no_plan_after_its_commit_has_timed_out() {
-    let mut bench = Bench::new();
-    bench.commit_as(A, 1, 1, 2, true);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed_as(true);
     assert_eq!(bench.coordinator.next_deadline().min(Now::from_secs(10)), bench.coordinator.next_deadline());
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
@@ -528,24 +530,20 @@ fn lent_payload_is_in_no_plan_after_its_commit_has_timed_out() {
     bench.partition(plan.plan.0, Message::Done);
     bench.pass(PATIENCE);
     let next = bench.started();
-    assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [B]);
+    assert_eq!(clients(&next), [B]);
     // Its learner commits the same step anew.
     bench.client(A, 4, Message::Abort { learner: LearnerId(1) });
     bench.commit_as(A, 1, 1, 5, true);
-    bench.partition(0, Message::Ready { plan: next.plan });
-    bench.partition(next.plan.0, Message::Done);
+    bench.carries_out(next.plan);
     let last = bench.started();
-    assert_eq!(last.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A]);
+    assert_eq!(clients(&last), [A]);
 }
 
 #[test]
 fn lent_payload_is_in_no_plan_when_nobody_waits_for_it() {
     let learner = LearnerId(1);
     for end in [Message::Abort { learner }, Message::Withdraw { learner }, Message::Open { learner }] {
-        let mut bench = Bench::new();
-        bench.commit_as(A, 1, 1, 2, true);
-        bench.commit(B, 2, 1, 2);
-        let plan = bench.started();
+        let (mut bench, plan) = Bench::both_committed_as(true);
         bench.client(A, 4, end.clone());
         assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }], "{end:?}");
         let sent = bench.sent_to(A);
@@ -554,10 +552,7 @@ fn lent_payload_is_in_no_plan_when_nobody_waits_for_it() {
             assert!(sent.contains(&(4, Message::Opened { step: Step(1), staging_lent: false })), "{sent:?}");
         }
         // Memory that is not lent stays at its client until the plan is over, unless its program takes it back.
-        let mut bench = Bench::new();
-        bench.commit(A, 1, 1, 2);
-        bench.commit(B, 2, 1, 2);
-        let plan = bench.started();
+        let (mut bench, plan) = Bench::both_committed();
         let dropped = matches!(end, Message::Abort { .. }).then_some(Message::Drop { plan: plan.plan });
         bench.client(A, 4, end);
         assert_eq!(bench.sent_to_partition(), dropped.into_iter().collect::<Vec<_>>());
@@ -566,10 +561,7 @@ fn lent_payload_is_in_no_plan_when_nobody_waits_for_it() {
 
 #[test]
 fn lent_payload_that_was_read_too_late_is_read_again_and_nobody_is_blamed() {
-    let mut bench = Bench::new();
-    bench.commit_as(A, 1, 1, 2, true);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed_as(true);
     bench.said.clear();
     bench.partition(0, Message::Torn { plan: plan.plan });
     assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }]);
@@ -587,20 +579,7 @@ fn lent_payload_that_was_read_too_late_is_read_again_and_nobody_is_blamed() {
 #[test]
 fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
     let mut bench = Bench::new();
-    let (learner, blocks, tensors) = (LearnerId(1), vec![0..4], vec![0..2]);
-    let commit = Message::Commit {
-        learner,
-        step: Step(1),
-        blocks,
-        tensors,
-        partly: Some(Default::default()),
-        contents: Default::default(),
-        weight: Default::default(),
-        timeout_ms: 10_000,
-        lent: false,
-        given_up: None,
-        base: None,
-    };
+    let commit = commit_message(1, 1, ALL, 10_000, false);
     bench.client(A, 4, commit.clone());
     assert!(bench.sent_to(A).is_empty(), "it waits for the other one of the step");
     bench.client(A, 3, commit);
@@ -616,7 +595,7 @@ fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
 fn an_error_says_which_shards_were_waited_for() {
     let mut bench = Bench::new();
     bench.coordinator = bench.coordinator.on_shards(vec![ShardId(5)]);
-    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 3000, ahead: None });
+    bench.client(A, 2, assign(7, 3000));
     bench.started();
     bench.coordinator.are_away(vec![ShardId(5)], bench.now, &mut bench.said);
     bench.said.clear();

@@ -77,6 +77,13 @@ fn write(dir: &Path, head: &Head, piece_size: u64, replaces: bool) -> Result<(),
     Writer::create(dir, head.clone(), piece_size, replaces)?.write(&mut source, &mut |_| Ok(()))
 }
 
+/// A directory with a snapshot.
+fn written(head: &Head, piece_size: u64) -> TempDir {
+    let dir = TempDir::new().unwrap();
+    write(dir.path(), head, piece_size, false).unwrap();
+    dir
+}
+
 fn verified(dir: &Path) -> Result<Reader, SnapshotError> {
     let reader = Reader::open(dir, None)?;
     reader.verify(&mut |_| Ok(()))?;
@@ -187,8 +194,8 @@ fn names(dir: &Path) -> Vec<String> {
 
 #[test]
 fn missing_optimizer_state_is_zero() {
-    let (dir, head) = (TempDir::new().unwrap(), head(Reducer::Adam, 0));
-    write(dir.path(), &head, PIECE_SIZE, false).unwrap();
+    let head = head(Reducer::Adam, 0);
+    let dir = written(&head, PIECE_SIZE);
     let mut reader = verified(dir.path()).unwrap();
     struct Empty;
     impl Sink for Empty {
@@ -203,8 +210,7 @@ fn missing_optimizer_state_is_zero() {
 
 #[test]
 fn any_flipped_bit_and_any_missing_byte_is_refused_with_its_file() {
-    let dir = TempDir::new().unwrap();
-    write(dir.path(), &head(Reducer::Adam, 3), 50_000, false).unwrap();
+    let dir = written(&head(Reducer::Adam, 3), 50_000);
     let mut random = fastrand::Rng::with_seed(11);
     for name in names(dir.path()) {
         let path = dir.path().join(&name);
@@ -240,8 +246,7 @@ fn settings_that_a_snapshot_does_not_have_are_at_their_defaults() {
 
 #[test]
 fn another_format_is_refused_by_its_number() {
-    let dir = TempDir::new().unwrap();
-    write(dir.path(), &head(Reducer::Sgd, 3), PIECE_SIZE, false).unwrap();
+    let dir = written(&head(Reducer::Sgd, 3), PIECE_SIZE);
     let path = dir.path().join(MANIFEST);
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replacen("\"format\":1", "\"format\":2", 1)).unwrap();
@@ -251,8 +256,7 @@ fn another_format_is_refused_by_its_number() {
 
 #[test]
 fn a_snapshot_is_there_until_another_one_is_complete() {
-    let dir = TempDir::new().unwrap();
-    write(dir.path(), &head(Reducer::Adam, 3), 50_000, false).unwrap();
+    let dir = written(&head(Reducer::Adam, 3), 50_000);
     let before = names(dir.path());
     let refused = write(dir.path(), &head(Reducer::Sgd, 3), PIECE_SIZE, false).expect_err("one is there");
     assert!(matches!(refused, SnapshotError::Exists(_)), "{refused}");
@@ -364,8 +368,8 @@ fn two_saves_do_not_write_into_one_directory_at_a_time() {
 
 #[test]
 fn a_snapshot_is_read_to_its_end_while_another_one_replaces_it() {
-    let (dir, old) = (TempDir::new().unwrap(), head(Reducer::Adam, 3));
-    write(dir.path(), &old, PIECE_SIZE, false).unwrap();
+    let old = head(Reducer::Adam, 3);
+    let dir = written(&old, PIECE_SIZE);
     let mut reader = Reader::open(dir.path(), None).unwrap();
     write(dir.path(), &head(Reducer::Sgd, 3), PIECE_SIZE, true).unwrap();
     reader.verify(&mut |_| Ok(())).unwrap();
@@ -398,8 +402,8 @@ fn a_save_follows_no_link_and_waits_for_no_pipe() {
 /// A snapshot of the release before: its files have no other names, and its manifest says nothing of them.
 #[test]
 fn a_snapshot_without_an_identity_is_read_and_replaced() {
-    let (dir, head) = (TempDir::new().unwrap(), head(Reducer::Adam, 3));
-    write(dir.path(), &head, PIECE_SIZE, false).unwrap();
+    let head = head(Reducer::Adam, 3);
+    let dir = written(&head, PIECE_SIZE);
     let path = dir.path().join(MANIFEST);
     let text = fs::read_to_string(&path).unwrap();
     let (body, _) = text.rsplit_once(",\n\"checksum\"").unwrap();

@@ -1,11 +1,11 @@
 //! Arithmetic: narrow types are added up in full precision, and reducers compute their formulas.
 
-use half::{bf16, f16};
+use half::bf16;
 use libmodelio::bytes::kernels::Wire;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use crate::site::{BLOCK, Learner, Way, done};
-use test_devices::fp8;
+use test_devices::numbers;
 
 /// fp32, narrower types and integers, in blocks that hold several of them.
 fn mixed() -> ModelLayout {
@@ -24,18 +24,16 @@ fn mixed() -> ModelLayout {
 /// smaller by 2040.
 fn bytes(layout: &ModelLayout, value: f32, other: u8) -> Vec<u8> {
     let mut all = Vec::new();
-    let small = f64::from(if value < 2040.0 { value } else { value - 2040.0 });
+    let small = if value < 2040.0 { value } else { value - 2040.0 };
     for tensor in layout.tensors() {
         all.resize(tensor.bytes.start as usize, other);
         let count: usize = tensor.shape.iter().product();
-        all.extend(match tensor.dtype {
-            DType::F32 => value.to_le_bytes().repeat(count),
-            DType::BF16 => bf16::from_f32(value).to_le_bytes().repeat(count),
-            DType::F16 => f16::from_f32(value).to_le_bytes().repeat(count),
-            DType::E4M3 => vec![fp8::code(Wire::E4M3, small); count],
-            DType::E5M2 => vec![fp8::code(Wire::E5M2, small); count],
-            _ => vec![other; 4 * count],
-        });
+        let Some(wire) = Wire::of(tensor.dtype) else {
+            all.extend(vec![other; 4 * count]);
+            continue;
+        };
+        let value = f64::from(if wire.size() == 1 { small } else { value });
+        all.extend(numbers::encode(wire, std::iter::repeat_n(value, count)));
     }
     assert_eq!(all.len() as u64, layout.size());
     all
@@ -50,10 +48,9 @@ fn contribute(learner: &Learner, bytes: &[u8]) {
 }
 
 pub fn halves_are_added_up_in_full_precision(way: &Way) {
-    let site = way.job_of(mixed(), &[("reducer", "sum"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.job_of(mixed(), &[("reducer", "sum"), ("learners", "3")]).two_ends();
     let layout = a.job.layout();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (one, other, third) = (a.join("a"), b.join("b"), a.join("c"));
     // What a half does not have is kept all the same: fp16 has nothing between 2048 and 2050, bf16 nothing to 2064.
     // E4M3 has nothing between 8 and 9, and E5M2 nothing to 10.
     let steps = [2047.0, 0.25, 0.25, 8.0];
@@ -61,9 +58,11 @@ pub fn halves_are_added_up_in_full_precision(way: &Way) {
     for step in steps {
         contribute(&one, &bytes(layout, step, 0x5a));
         contribute(&other, &bytes(layout, 0.5, 0xa5));
-        sum += step + 0.5;
+        // A client may add up what its own learners contribute.
+        contribute(&third, &bytes(layout, 0.25, 0x3c));
+        sum += step + 0.75;
         version += 1;
-        for learner in [&one, &other] {
+        for learner in [&one, &other, &third] {
             assert_eq!(learner.pull(), version);
             let (_, weights) = learner.end.bytes();
             // bf16 does not have 2047 itself.
@@ -78,13 +77,12 @@ pub fn halves_are_added_up_in_full_precision(way: &Way) {
             assert!(weights[brain].chunks(2).all(|weight| weight == in_full), "bf16 in version {version}");
         }
     }
-    assert_eq!(sum, 2057.5);
+    assert_eq!(sum, 2058.5);
 }
 
 pub fn reducers_compute_their_formulas(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2"), ("learning_rate", "0.5")]);
-    let [a, b] = site.two_ends();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (_site, [a, _], [one, other]) =
+        way.job(&[("reducer", "sum"), ("learners", "2"), ("learning_rate", "0.5")]).two();
     let mut version = 0;
     // Both contribute, 2 and 6 times the factor. Returns the shown value.
     let mut step = |settings: &[(&str, &str)], factor: f32, expected: f32| {
@@ -96,8 +94,7 @@ pub fn reducers_compute_their_formulas(way: &Way) {
         other.push(6.0 * factor);
         version += 1;
         for learner in [&one, &other] {
-            assert_eq!(learner.pull(), version);
-            learner.end.shows(version, expected);
+            learner.pulls(version, expected);
         }
     };
     step(&[], 1.0, 8.0);
@@ -118,9 +115,7 @@ pub fn reducers_compute_their_formulas(way: &Way) {
 
 pub fn gradients_are_clipped_by_their_norm(way: &Way) {
     let settings = [("reducer", "sgd"), ("learners", "2"), ("learning_rate", "1"), ("clip_norm", "2")];
-    let site = way.striped_job(&settings);
-    let [a, b] = site.two_ends();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (_site, [a, _], [one, other]) = way.striped_job(&settings).two();
     let count = (a.job.layout().size() / 4) as f64;
     let mut weight = 0.0;
     // Above the limit, below it, and mapped.
@@ -140,8 +135,7 @@ pub fn gradients_are_clipped_by_their_norm(way: &Way) {
         let clip = (2.0 / (norm + 1e-6)).min(1.0);
         weight -= sum * (0.5 * clip) as f32;
         for learner in [&one, &other] {
-            assert_eq!(learner.pull(), version);
-            learner.end.shows(version, weight);
+            learner.pulls(version, weight);
             let shown = learner.end.job.status().norm.unwrap().get();
             assert!((shown - norm).abs() <= 1e-12 * norm, "{shown} in version {version}, not {norm}");
         }

@@ -11,8 +11,7 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use crate::site::{BLOCKS, Way, begin_commit, done, outcome, store, write};
 
 pub fn each_path_reports_its_kind(way: &Way) {
-    let site = way.striped_job(&[]);
-    let end = site.end();
+    let (site, end) = way.striped_job(&[]).one_end();
     assert_eq!(end.job.kind(), site.kind);
     let shards = end.job.status().shards;
     assert!(shards.iter().all(|shard| shard.transport == site.kind && shard.connected), "{shards:?}");
@@ -22,8 +21,7 @@ pub fn each_path_reports_its_kind(way: &Way) {
 }
 
 pub fn memory_that_is_registered_is_the_same_at_both_ends(way: &Way) {
-    let site = way.job(&[("reducer", "sum")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sum")]).one_end();
     let size = end.job.layout().size() as usize;
     let memories: Vec<_> = (0..4).map(|_| Arc::new(Mapping::memfd("registered", size).unwrap())).collect();
     let regions: Vec<_> = memories.iter().map(|memory| end.job.register(Arc::clone(memory))).collect();
@@ -48,8 +46,7 @@ pub fn memory_that_is_registered_is_the_same_at_both_ends(way: &Way) {
 }
 
 pub fn several_contribute_as_one_learner(way: &Way) {
-    let site = way.job(&[("reducer", "sum")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sum")]).one_end();
     let learner = end.join("a");
     let other = Arc::clone(&end.job);
     assert_eq!(end.try_join("a").unwrap_err(), ShardError::NameTaken("a".into()));
@@ -68,9 +65,7 @@ pub fn several_contribute_as_one_learner(way: &Way) {
 
 /// In this process.
 pub fn a_device_that_fails_is_named_to_the_learner(way: &Way) {
-    let site = way.job(&[("reducer", "adam")]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.job(&[("reducer", "adam")]).one();
     learner.push(1.0);
     assert_eq!(learner.pull(), 1);
     let before = end.bytes();

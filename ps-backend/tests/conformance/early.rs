@@ -26,8 +26,8 @@ struct Together {
 impl Together {
     fn new(way: &Way, learners: usize, settings: &[(&str, &str)]) -> Together {
         let layout = ModelLayout::blank(SIZE as u64, DType::F32, BLOCK as u32).unwrap();
-        let site = way.job_of(layout, &[settings, &[("learners", &*learners.to_string())]].concat());
-        let end = site.end();
+        let (site, end) =
+            way.job_of(layout, &[settings, &[("learners", &*learners.to_string())]].concat()).one_end();
         let join = |at: usize| {
             let learner = end.join(&format!("l{at}"));
             (learner.contributor(), learner)

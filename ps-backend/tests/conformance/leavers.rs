@@ -12,8 +12,7 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use crate::site::{BLOCKS, LONG, Message, Way, answer, is_unknown};
 
 pub fn a_learner_that_leaves_in_mid_step_is_not_waited_for(way: &Way) {
-    let site = way.striped_job(&[("reducer", "sum"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.striped_job(&[("reducer", "sum"), ("learners", "2")]).two_ends();
     let stays = a.join("stays");
     let goes = b.join("goes");
     let mut half = goes.open();
@@ -23,16 +22,13 @@ pub fn a_learner_that_leaves_in_mid_step_is_not_waited_for(way: &Way) {
     // This learner is the last outstanding one, so its blocks may be reduced on arrival.
     half.offer_all_of(1, 64.0);
     goes.leave(LeaveReason::Died);
-    assert_eq!(stays.pull(), 1);
-    a.shows(1, 1.0);
+    stays.pulls(1, 1.0);
     // Nothing more is taken from it.
     let slot = goes.slot(Step(1), 3);
     let late = b.job.write(&half.filled(3, 64.0), slot, Some(&half.notice.staging));
     assert_eq!(late, Err(ShardError::UnknownLearner(goes.id)));
     is_unknown(half.commit(), goes.id);
-    stays.push(1.0);
-    assert_eq!(stays.pull(), 2);
-    a.shows(2, 2.0);
+    stays.makes(1.0, 2, 2.0);
     // Under its old name it is another incarnation, and begins at step 1.
     let again = b.join("goes");
     let old = b.job.write(&half.filled(3, 64.0), slot, Some(&half.notice.staging));
@@ -45,8 +41,7 @@ pub fn a_learner_that_leaves_in_mid_step_is_not_waited_for(way: &Way) {
 }
 
 pub fn the_committed_contribution_of_a_leaver_stays(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "3")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.job(&[("reducer", "sum"), ("learners", "3")]).two_ends();
     let (first, second, goes) = (a.join("first"), b.join("second"), b.join("goes"));
     goes.push(1.0);
     first.push(2.0);
@@ -58,8 +53,7 @@ pub fn the_committed_contribution_of_a_leaver_stays(way: &Way) {
 }
 
 pub fn a_learner_that_waits_for_a_leaver_gets_an_answer(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sum"), ("learners", "2")]).one_end();
     let (sender, events) = channel();
     let (a, _b) = (end.join("a"), end.join("b"));
     let tell = Mutex::new(sender);

@@ -12,8 +12,7 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use crate::site::{LONG, Message, Reply, Way, answer, done, is_unknown, until};
 
 pub fn a_name_is_one_learners_at_a_time(way: &Way) {
-    let site = way.job(&[("reducer", "sum")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.job(&[("reducer", "sum")]).two_ends();
     let first = a.join("x");
     for end in [&a, &b] {
         assert_eq!(end.try_join("x").unwrap_err(), ShardError::NameTaken("x".into()));
@@ -30,9 +29,7 @@ pub fn a_name_is_one_learners_at_a_time(way: &Way) {
 }
 
 pub fn strangers_are_unknown(way: &Way) {
-    let site = way.job(&[]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.job(&[]).one();
     let nobody = LearnerId(learner.id.0 + 1000);
     assert!(!end.job.has_learner(nobody));
     let notice = || learner.open().notice;
@@ -71,8 +68,7 @@ pub fn strangers_are_unknown(way: &Way) {
 
 pub fn the_number_of_learners_is_limited(way: &Way) {
     const MOST: usize = 64;
-    let site = way.job(&[("learners", "2"), ("max_learners", "64")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("learners", "2"), ("max_learners", "64")]).one_end();
     let (sender, joined) = channel();
     for i in 0..MOST {
         let sender = sender.clone();
@@ -96,8 +92,7 @@ pub fn the_number_of_learners_is_limited(way: &Way) {
 }
 
 pub fn the_status_shows_the_learners_of_the_job(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sum"), ("learners", "2")]).one_end();
     let (sender, events) = channel();
     let tell = Mutex::new(sender);
     end.job.subscribe(Box::new(move |event| tell.lock().unwrap().send(event).unwrap_or_default()));

@@ -11,28 +11,29 @@ use libmodelio::vocabulary::ids::{BlockId, Step};
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{
-    BLOCK, BLOCKS, End, LONG, Learner, Message, Way, answer, begin_commit, done, outcome, write,
+    BLOCK, BLOCKS, End, LONG, Learner, Message, Site, Way, answer, begin_commit, done, outcome, write,
 };
 
 /// One that waits for nobody, and one that does.
 const LEARNERS: [&str; 2] = ["1", "2"];
 
+/// A job of as many learners, which are all of one end.
+pub fn one_or_two(way: &Way, learners: &str) -> (Site, Arc<End>, Learner, Option<Learner>) {
+    let (site, end, learner) = way.job(&[("reducer", "sum"), ("learners", learners)]).one();
+    let other = (learners == "2").then(|| end.join("b"));
+    (site, end, learner, other)
+}
+
 /// Completes a step in which nothing but `value` counts.
 fn completes(learner: &Learner, other: Option<&Learner>, version: u64, before: f32) {
     learner.push(1.0);
-    if let Some(other) = other {
-        other.push(0.0);
-    }
-    assert_eq!(learner.pull(), version);
-    learner.end.shows(version, before + 1.0);
+    other.iter().for_each(|other| other.push(0.0));
+    learner.pulls(version, before + 1.0);
 }
 
 pub fn blocks_that_do_not_fit_change_nothing(way: &Way) {
     for learners in LEARNERS {
-        let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
-        let end = site.end();
-        let learner = end.join("a");
-        let other = (learners == "2").then(|| end.join("b"));
+        let (_site, end, learner, other) = one_or_two(way, learners);
         let full = vec![0; BLOCK];
         let early = learner.slot(Step(1), 0);
         let nine = 9f32.to_le_bytes().repeat(BLOCK / 4);
@@ -71,10 +72,7 @@ pub fn blocks_that_do_not_fit_change_nothing(way: &Way) {
 
 pub fn commits_that_make_no_sense_change_nothing(way: &Way) {
     for learners in LEARNERS {
-        let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
-        let end = site.end();
-        let learner = end.join("a");
-        let other = (learners == "2").then(|| end.join("b"));
+        let (_site, end, learner, other) = one_or_two(way, learners);
         let mut contribution = learner.open();
         (0..BLOCKS).for_each(|block| contribution.stage_all_of(block, 1.0));
         let refused = |change: &dyn Fn(&mut CommitNotice)| {
@@ -116,11 +114,8 @@ pub fn commits_that_make_no_sense_change_nothing(way: &Way) {
             );
         }
         done(contribution.commit());
-        if let Some(other) = &other {
-            other.push(0.0);
-        }
-        assert_eq!(learner.pull(), 1);
-        end.shows(1, 1.0);
+        other.iter().for_each(|other| other.push(0.0));
+        learner.pulls(1, 1.0);
         completes(&learner, other.as_ref(), 2, 1.0);
     }
 }
@@ -134,10 +129,7 @@ fn bad(value: f32) -> Vec<u8> {
 
 pub fn nan_is_refused_when_offered(way: &Way) {
     for learners in LEARNERS {
-        let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
-        let end = site.end();
-        let learner = end.join("a");
-        let other = (learners == "2").then(|| end.join("b"));
+        let (_site, _, learner, other) = one_or_two(way, learners);
         for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut contribution = learner.open();
             contribution.offer_all_of(0, 5.0);
@@ -149,11 +141,8 @@ pub fn nan_is_refused_when_offered(way: &Way) {
         assert_eq!(contribution.offer(1, &bad(f32::NAN)), Err(ShardError::NonFinite(BlockId(1))));
         (0..BLOCKS).for_each(|block| contribution.offer_all_of(block, 2.0));
         done(contribution.commit());
-        if let Some(other) = &other {
-            other.push(0.0);
-        }
-        assert_eq!(learner.pull(), 1);
-        end.shows(1, 2.0);
+        other.iter().for_each(|other| other.push(0.0));
+        learner.pulls(1, 2.0);
         completes(&learner, other.as_ref(), 2, 2.0);
     }
 }
@@ -171,10 +160,7 @@ fn refused_at_commit(end: &Arc<End>, learner: &Learner, lendable: bool) {
 
 pub fn nan_is_refused_at_the_commit(way: &Way) {
     for learners in LEARNERS {
-        let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
-        let end = site.end();
-        let learner = end.join("a");
-        let other = (learners == "2").then(|| end.join("b"));
+        let (_site, end, learner, other) = one_or_two(way, learners);
         for (version, lendable) in [(1, true), (2, false)] {
             // Before and after the other's is in: which stays.
             refused_at_commit(&end, &learner, lendable);
@@ -182,9 +168,7 @@ pub fn nan_is_refused_at_the_commit(way: &Way) {
                 other.push(0.0);
                 refused_at_commit(&end, &learner, lendable);
             }
-            learner.push(1.0);
-            assert_eq!(learner.pull(), version);
-            end.shows(version, version as f32);
+            learner.makes(1.0, version, version as f32);
         }
     }
 }
@@ -192,8 +176,7 @@ pub fn nan_is_refused_at_the_commit(way: &Way) {
 /// The block with the NaN is one of which the other learner of the client has nothing.
 pub fn nan_is_refused_to_the_learner_who_brings_it(way: &Way) {
     for who_joins_first in [0, 1] {
-        let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-        let end = site.end();
+        let (_site, end) = way.job(&[("reducer", "sum"), ("learners", "2")]).one_end();
         let joined = ["a", "b"].map(|name| end.join(name));
         let (other, learner) = (&joined[who_joins_first], &joined[1 - who_joins_first]);
         let mut half = other.open();
@@ -243,9 +226,7 @@ pub fn a_refused_block_fails_the_commit_whichever_thread_wrote_it(way: &Way) {
 }
 
 pub fn accepted_nan_counts(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("nonfinite", "accept")]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.job(&[("reducer", "sum"), ("nonfinite", "accept")]).one();
     let mut contribution = learner.open();
     let placement = contribution.offer(1, &bad(f32::INFINITY)).unwrap();
     assert_ne!(placement, Placement::Duplicate);

@@ -77,8 +77,7 @@ fn take_part(learner: &Learner, random: &mut Rng) -> Option<Vec<f32>> {
 
 pub fn random_rounds_count_exactly_once(way: &Way) {
     let mut random = Rng::with_seed(0x009a_ddf5);
-    let site = way.striped_job(&[("reducer", "sum"), ("learners", "3"), ("retain", "0")]);
-    let ends = site.two_ends();
+    let (_site, ends) = way.striped_job(&[("reducer", "sum"), ("learners", "3"), ("retain", "0")]).two_ends();
     let join = |at: usize| ends[at / 2].join(["a", "b", "c"][at]);
     let mut learners = [0, 1, 2].map(join);
     let mut expected = vec![0.0; BLOCKS as usize];
@@ -120,8 +119,7 @@ pub fn random_rounds_count_exactly_once(way: &Way) {
 pub fn learners_at_once_count_exactly_once(way: &Way) {
     for consistency in ["sync", "async"] {
         let settings = [("reducer", "sum"), ("consistency", consistency), ("retain", "0")];
-        let site = way.striped_job(&settings);
-        let ends = site.two_ends();
+        let (_site, ends) = way.striped_job(&settings).two_ends();
         let learn = |at: usize| {
             let mut random = Rng::with_seed(at as u64);
             let (mut sum, mut taken) = (vec![0.0; BLOCKS as usize], 0);

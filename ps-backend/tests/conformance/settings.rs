@@ -10,28 +10,23 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use crate::site::{BLOCKS, LONG, SHORT, Way, answer, done, timed_out, until};
 
 pub fn settings_show_and_take_effect(way: &Way) {
-    let site = way.job(&[("reducer", "sgd"), ("learning_rate", "0.5"), ("retain", "3")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) =
+        way.job(&[("reducer", "sgd"), ("learning_rate", "0.5"), ("retain", "3")]).two_ends();
     for end in [&a, &b] {
         let controls = end.job.controls();
         assert_eq!(controls.get("learning_rate").as_deref(), Some("0.5"));
         assert_eq!(controls.get("retain").as_deref(), Some("3"));
     }
     let learner = a.join("a");
-    learner.push(1.0);
-    assert_eq!(learner.pull(), 1);
-    a.shows(1, -0.5);
+    learner.makes(1.0, 1, -0.5);
     b.set("learning_rate", " 2\n").unwrap();
     assert_eq!(b.job.controls().get("learning_rate").as_deref(), Some("2"));
-    learner.push(1.0);
-    assert_eq!(learner.pull(), 2);
-    a.shows(2, -2.5);
+    learner.makes(1.0, 2, -2.5);
     until("it shows at the other end", || a.job.controls().get("learning_rate").as_deref() == Some("2"));
 }
 
 pub fn bad_settings_change_nothing(way: &Way) {
-    let site = way.job(&[("reducer", "sgd")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sgd")]).one_end();
     let all = |controls: &Controls| {
         SETTINGS.iter().map(|(name, _)| controls.get(name).unwrap()).collect::<Vec<_>>()
     };
@@ -52,22 +47,13 @@ pub fn bad_settings_change_nothing(way: &Way) {
 }
 
 pub fn async_makes_a_version_of_each(way: &Way) {
-    let site = way.job(&[
-        ("reducer", "sum"),
-        ("consistency", "async"),
-        ("learners", "2"),
-        ("read_own_step", "true"),
-    ]);
-    let [a, b] = site.two_ends();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (_site, [a, b], [one, other]) = way
+        .job(&[("reducer", "sum"), ("consistency", "async"), ("learners", "2"), ("read_own_step", "true")])
+        .two();
     for step in 1..=3 {
-        one.push(1.0);
-        assert_eq!(one.pull(), step);
-        a.shows(step, step as f32);
+        one.makes(1.0, step, step as f32);
     }
-    other.push(10.0);
-    assert_eq!(other.pull(), 4);
-    b.shows(4, 13.0);
+    other.makes(10.0, 4, 13.0);
     let both = [one.all_of(100.0).send(LONG), other.all_of(1000.0).send(LONG)];
     both.iter().for_each(|commit| done(answer(commit)));
     a.sees(6);
@@ -77,8 +63,8 @@ pub fn async_makes_a_version_of_each(way: &Way) {
 }
 
 pub fn a_quorum_is_enough(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("consistency", "quorum(2)"), ("learners", "3")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) =
+        way.job(&[("reducer", "sum"), ("consistency", "quorum(2)"), ("learners", "3")]).two_ends();
     let (first, second, late) = (a.join("first"), b.join("second"), b.join("late"));
     first.push(1.0);
     assert_eq!(a.job.version(), Version(0));
@@ -95,9 +81,8 @@ pub fn a_quorum_is_enough(way: &Way) {
 }
 
 pub fn the_lead_of_the_fastest_is_bounded(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("consistency", "ssp(1)"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
-    let (fast, slow) = (a.join("fast"), b.join("slow"));
+    let (_site, [a, _], [fast, slow]) =
+        way.job(&[("reducer", "sum"), ("consistency", "ssp(1)"), ("learners", "2")]).two();
     for step in 1..=2 {
         fast.push(1.0);
         assert_eq!(fast.pull(), step);
@@ -108,14 +93,12 @@ pub fn the_lead_of_the_fastest_is_bounded(way: &Way) {
     let waits = third.send(LONG);
     slow.push(10.0);
     done(answer(&waits));
-    assert_eq!(fast.pull(), 4);
-    a.shows(4, 13.0);
+    fast.pulls(4, 13.0);
 }
 
 pub fn too_few_learners_stop_the_job(way: &Way) {
     let settings = [("reducer", "sum"), ("learners", "2"), ("min_learners", "2")];
-    let site = way.job(&settings);
-    let end = site.end();
+    let (_site, end) = way.job(&settings).one_end();
     let (stays, goes) = (end.join("stays"), end.join("goes"));
     stays.push(1.0);
     goes.push(1.0);
@@ -134,8 +117,7 @@ pub fn too_few_learners_stop_the_job(way: &Way) {
     until("the job goes on", || end.job.status().state != JobPhase::Stopped);
     (1..BLOCKS).for_each(|block| contribution.offer_all_of(block, 1.0));
     done(contribution.commit());
-    assert_eq!(stays.pull(), 2);
-    end.shows(2, 3.0);
+    stays.pulls(2, 3.0);
     comes.push(4.0);
     stays.push(8.0);
     assert_eq!((comes.pull(), stays.pull()), (3, 3));

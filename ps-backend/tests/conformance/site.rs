@@ -2,7 +2,7 @@
 
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
@@ -23,6 +23,7 @@ use ps_backend::device::Accelerator;
 use ps_backend::partition::executor::Pool;
 use ps_backend::server::local;
 
+pub use crate::world::until;
 use crate::world::{self, World};
 use test_devices::software_device::{Software, software};
 
@@ -128,8 +129,29 @@ impl Site {
         end
     }
 
-    pub fn two_ends(&self) -> [Arc<End>; 2] {
-        [self.end(), self.end()]
+    /// With an end of the job.
+    pub fn one_end(self) -> (Site, Arc<End>) {
+        let end = self.end();
+        (self, end)
+    }
+
+    pub fn two_ends(self) -> (Site, [Arc<End>; 2]) {
+        let ends = [self.end(), self.end()];
+        (self, ends)
+    }
+
+    /// With an end and its learner.
+    pub fn one(self) -> (Site, Arc<End>, Learner) {
+        let (site, end) = self.one_end();
+        let learner = end.join("a");
+        (site, end, learner)
+    }
+
+    /// With two ends, and a learner of each.
+    pub fn two(self) -> (Site, [Arc<End>; 2], [Learner; 2]) {
+        let (site, [a, b]) = self.two_ends();
+        let learners = [a.join("a"), b.join("b")];
+        (site, [a, b], learners)
     }
 }
 
@@ -184,16 +206,6 @@ pub fn timed_out(result: Result<Reply, ShardError>) {
 #[track_caller]
 pub fn is_unknown(result: Result<Reply, ShardError>, learner: LearnerId) {
     assert_eq!(result.unwrap_err(), ShardError::UnknownLearner(learner));
-}
-
-/// Waits until something is so.
-#[track_caller]
-pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + LONG;
-    while !is_so() {
-        assert!(Instant::now() < deadline, "it does not come about: {what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }
 
 /// An end of a job: what a mount has of it.
@@ -367,6 +379,20 @@ impl Learner {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    /// Waits for a version with the last step, in which all weights are `value`.
+    #[track_caller]
+    pub fn pulls(&self, version: u64, value: f32) {
+        assert_eq!(self.pull(), version);
+        self.end.shows(version, value);
+    }
+
+    /// Contributes the first value everywhere, and waits for a version in which all weights are the other one.
+    #[track_caller]
+    pub fn makes(&self, value: f32, version: u64, shown: f32) {
+        self.push(value);
+        self.pulls(version, shown);
     }
 
     pub fn leave(&self, reason: libmodelio::vocabulary::members::LeaveReason) {

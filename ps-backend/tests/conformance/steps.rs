@@ -4,12 +4,11 @@ use libmodelio::client::LastCommit;
 use libmodelio::vocabulary::block_slot::Placement;
 use libmodelio::vocabulary::ids::{Step, Version};
 
+use crate::refusals::one_or_two;
 use crate::site::{BLOCK, BLOCKS, LONG, SHORT, Way, answer, begin_commit, done, outcome, timed_out, write};
 
 pub fn steps_follow_each_other(way: &Way) {
-    let site = way.job(&[("reducer", "sum")]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.job(&[("reducer", "sum")]).one();
     assert_eq!(end.job.last_commit(learner.id), LastCommit::In(Version(0)));
     for step in 1..=4 {
         let contribution = learner.all_of(1.0);
@@ -27,8 +26,7 @@ pub fn steps_follow_each_other(way: &Way) {
 }
 
 pub fn contributions_of_several_ends_are_added(way: &Way) {
-    let site = way.striped_job(&[("reducer", "sum"), ("learners", "3")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.striped_job(&[("reducer", "sum"), ("learners", "3")]).two_ends();
     let learners = [a.join("a1"), a.join("a2"), b.join("b1")];
     let mut sum = 0.0;
     for step in 1..=4 {
@@ -42,16 +40,13 @@ pub fn contributions_of_several_ends_are_added(way: &Way) {
             .collect();
         committed.iter().for_each(|commit| done(answer(commit)));
         for learner in &learners {
-            assert_eq!(learner.pull(), step);
-            learner.end.shows(step, sum);
+            learner.pulls(step, sum);
         }
     }
 }
 
 pub fn blocks_may_come_early_or_late_and_in_any_order(way: &Way) {
-    let site = way.striped_job(&[("reducer", "sum"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (_site, _, [one, other]) = way.striped_job(&[("reducer", "sum"), ("learners", "2")]).two();
     // By step: in which order, and which of them are left to the commit.
     let ways: [(&[u32], &[u32]); 4] =
         [(&[0, 1, 2, 3, 4], &[]), (&[4, 2, 0], &[3, 1]), (&[], &[4, 3, 2, 1, 0]), (&[3], &[0, 1, 2, 4])];
@@ -77,9 +72,7 @@ pub fn blocks_may_come_early_or_late_and_in_any_order(way: &Way) {
 }
 
 pub fn blocks_may_come_from_several_threads(way: &Way) {
-    let site = way.striped_job(&[("reducer", "sum")]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.striped_job(&[("reducer", "sum")]).one();
     for step in 1..=4 {
         let mut contribution = learner.open();
         let slots = (0..BLOCKS).map(|block| learner.slot(contribution.step, block)).collect::<Vec<_>>();
@@ -108,14 +101,12 @@ pub fn blocks_may_come_from_several_threads(way: &Way) {
         }
         contribution.notice.tensors.insert_range(..);
         done(contribution.commit());
-        assert_eq!(learner.pull(), step);
-        end.shows(step, step as f32);
+        learner.pulls(step, step as f32);
     }
 }
 
 pub fn a_contributor_may_write_at_any_offset(way: &Way) {
-    let site = way.striped_job(&[("reducer", "sum"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.striped_job(&[("reducer", "sum"), ("learners", "2")]).two_ends();
     let learners = [a.join("a"), b.join("b")];
     let contributors = learners.each_ref().map(|learner| learner.contributor());
     let size = a.job.layout().size() as usize;
@@ -128,16 +119,13 @@ pub fn a_contributor_may_write_at_any_offset(way: &Way) {
             assert_eq!(outcome(&begin_commit(contributor)), Ok(()));
         }
         for learner in &learners {
-            assert_eq!(learner.pull(), step);
-            learner.end.shows(step, 2.0 * step as f32);
+            learner.pulls(step, 2.0 * step as f32);
         }
     }
 }
 
 pub fn unsent_blocks_count_as_zero(way: &Way) {
-    let site = way.job(&[("reducer", "sum")]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.job(&[("reducer", "sum")]).one();
     learner.push(1.0);
     let mut last = learner.open();
     last.offer_all_of(BLOCKS - 1, 2.0);
@@ -157,10 +145,7 @@ pub fn unsent_blocks_count_as_zero(way: &Way) {
 
 pub fn a_block_that_is_offered_twice_counts_once(way: &Way) {
     for learners in ["1", "2"] {
-        let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
-        let end = site.end();
-        let learner = end.join("a");
-        let other = (learners == "2").then(|| end.join("b"));
+        let (_site, _, learner, other) = one_or_two(way, learners);
         let mut contribution = learner.open();
         for block in 0..BLOCKS {
             contribution.offer_all_of(block, 1.0);
@@ -173,20 +158,15 @@ pub fn a_block_that_is_offered_twice_counts_once(way: &Way) {
             let bytes = contribution.filled(2, value);
             assert_eq!(contribution.offer(2, &bytes), Ok(Placement::Duplicate));
         }
-        if let Some(other) = &other {
-            other.push(0.0);
-        }
-        assert_eq!(learner.pull(), 1);
-        end.shows(1, 1.0);
+        other.iter().for_each(|other| other.push(0.0));
+        learner.pulls(1, 1.0);
         let bytes = contribution.filled(2, 7.0);
         assert_eq!(contribution.offer(2, &bytes), Ok(Placement::Duplicate));
     }
 }
 
 pub fn a_commit_that_is_sent_again_counts_once(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (_site, [a, _], [one, other]) = way.job(&[("reducer", "sum"), ("learners", "2")]).two();
     let contribution = one.all_of(1.0);
     for _ in 0..3 {
         done(contribution.commit());
@@ -196,15 +176,11 @@ pub fn a_commit_that_is_sent_again_counts_once(way: &Way) {
     done(contribution.commit());
     a.shows(1, 3.0);
     one.push(4.0);
-    other.push(8.0);
-    assert_eq!(other.pull(), 2);
-    b.shows(2, 15.0);
+    other.makes(8.0, 2, 15.0);
 }
 
 pub fn a_learner_may_be_a_step_ahead(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
-    let (ahead, behind) = (a.join("ahead"), b.join("behind"));
+    let (_site, [a, b], [ahead, behind]) = way.job(&[("reducer", "sum"), ("learners", "2")]).two();
     ahead.push(1.0);
     assert_eq!(a.job.last_commit(ahead.id), LastCommit::Waits);
     for _ in 0..2 {
@@ -227,9 +203,7 @@ pub fn a_learner_may_be_a_step_ahead(way: &Way) {
 }
 
 pub fn mapped_memory_is_committed_as_it_is(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (_site, [a, b], [one, other]) = way.job(&[("reducer", "sum"), ("learners", "2")]).two();
     for step in 1..=2 {
         let committed = [&one, &other].map(|learner| {
             let mut contribution = learner.open();

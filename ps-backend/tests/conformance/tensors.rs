@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use half::{bf16, f16};
+use libmodelio::bytes::kernels::Wire;
 use libmodelio::contributor::{ContributeError, Contributor};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::partly::MAX_PIECES;
 use libmodelio::vocabulary::shard_error::ShardError;
+
+use test_devices::numbers;
 
 use crate::site::{BLOCK, End, Learner, Site, Way, begin_commit, commit_mapped, outcome, write};
 
@@ -25,20 +27,12 @@ fn layout() -> ModelLayout {
 }
 
 fn encoded(dtype: DType, value: f32, count: usize) -> Vec<u8> {
-    match dtype {
-        DType::BF16 => bf16::from_f32(value).to_le_bytes().repeat(count),
-        DType::F16 => f16::from_f32(value).to_le_bytes().repeat(count),
-        _ => value.to_le_bytes().repeat(count),
-    }
+    numbers::encode(Wire::of(dtype).unwrap(), std::iter::repeat_n(value.into(), count))
 }
 
 fn decoded(dtype: DType, bytes: &[u8]) -> Vec<f32> {
-    let pairs = || bytes.chunks_exact(2).map(|pair| [pair[0], pair[1]]);
-    match dtype {
-        DType::BF16 => pairs().map(|pair| bf16::from_le_bytes(pair).to_f32()).collect(),
-        DType::F16 => pairs().map(|pair| f16::from_le_bytes(pair).to_f32()).collect(),
-        _ => crate::site::floats(bytes),
-    }
+    let values = numbers::decode(Wire::of(dtype).unwrap(), bytes);
+    values.into_iter().map(|value| value as f32).collect()
 }
 
 /// A learner as a mount has it.
@@ -106,7 +100,7 @@ const ALL: [&str; 6] = ["first", "second", "tiny", "brain", "more", "half"];
 
 /// One learner at one end, or two at two.
 fn writers(site: &Site, count: usize) -> Vec<Writer> {
-    let ends = site.two_ends();
+    let ends = [site.end(), site.end()];
     (0..count).map(|i| Writer::new(&ends[i], ["a", "b"][i])).collect()
 }
 
@@ -254,8 +248,7 @@ impl Draws {
 }
 
 pub fn what_was_not_written_takes_no_part_in_assign(way: &Way) {
-    let site = way.job_of(layout(), &[("learners", "3"), ("reducer", "assign")]);
-    let [here, there] = site.two_ends();
+    let (_site, [here, there]) = way.job_of(layout(), &[("learners", "3"), ("reducer", "assign")]).two_ends();
     // Two of one end, and between them one of another.
     let writers = [Writer::new(&here, "a"), Writer::new(&there, "b"), Writer::new(&here, "c")];
     let of_model = here.job.layout();
@@ -311,8 +304,7 @@ pub fn what_was_not_written_takes_no_part_in_assign(way: &Way) {
 
 /// Two ship mappings, and one writes a block, more than that, and less.
 pub fn assigned_contributions_hold_values_of_the_highest_learner_in_any_order(way: &Way) {
-    let site = way.job(&[("learners", "3"), ("reducer", "assign")]);
-    let [here, there] = site.two_ends();
+    let (_site, [here, there]) = way.job(&[("learners", "3"), ("reducer", "assign")]).two_ends();
     let writers = [Writer::new(&here, "a"), Writer::new(&there, "b"), Writer::new(&here, "c")];
     let written = [0..2 * BLOCK + 16, 3 * BLOCK + 8..3 * BLOCK + 16];
     let orders = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];

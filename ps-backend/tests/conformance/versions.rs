@@ -19,8 +19,7 @@ fn shown(job: &Job, version: Version) -> Vec<f32> {
 }
 
 pub fn a_pinned_version_stays_as_it_is(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("retain", "1")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sum"), ("retain", "1")]).one_end();
     let job = &*end.job;
     let learner = end.join("a");
     assert!(job.pin(Version(0)));
@@ -59,8 +58,7 @@ pub fn a_pinned_version_stays_as_it_is(way: &Way) {
 }
 
 pub fn a_version_that_is_only_known_by_name_stops_no_training(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("max_versions", "3")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sum"), ("max_versions", "3")]).one_end();
     let job = &*end.job;
     let learner = end.join("a");
     let mut newest = Version(0);
@@ -107,8 +105,7 @@ fn read_on(end: &End, stop: &AtomicBool, pins: bool) -> usize {
 
 pub fn no_read_is_torn(way: &Way) {
     const STEPS: u64 = 12;
-    let site = way.striped_job(&[("reducer", "sum"), ("retain", "0")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.striped_job(&[("reducer", "sum"), ("retain", "0")]).two_ends();
     let learner = a.join("a");
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -132,9 +129,7 @@ pub fn no_read_is_torn(way: &Way) {
 }
 
 pub fn any_range_can_be_read(way: &Way) {
-    let site = way.striped_job(&[("reducer", "assign")]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.striped_job(&[("reducer", "assign")]).one();
     let size = end.job.layout().size();
     let bytes: Vec<u8> = (0..size as u32 / 4).flat_map(|i| (i as f32).to_le_bytes()).collect();
     let mut contribution = learner.open();
@@ -170,8 +165,7 @@ pub fn any_range_can_be_read(way: &Way) {
 
 pub fn listeners_hear_of_every_version(way: &Way) {
     const STEPS: u64 = 5;
-    let site = way.job(&[("reducer", "sum")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.job(&[("reducer", "sum")]).two_ends();
     let learner = a.join("a");
     let (sender, events) = channel();
     let sender = Mutex::new(sender);

@@ -26,8 +26,7 @@ const WAITS: [(&str, &str); 4] =
     [("reducer", "sum"), ("consistency", "async"), ("learners", "2"), ("read_own_step", "true")];
 
 pub fn a_commit_that_waits_for_others_ends_at_its_deadline(way: &Way) {
-    let site = way.job(&WAITS);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.job(&WAITS).two_ends();
     let one = a.join("a");
     let contribution = one.all_of(1.0);
     // The second learner that the job is to have is not there.
@@ -39,17 +38,12 @@ pub fn a_commit_that_waits_for_others_ends_at_its_deadline(way: &Way) {
     assert_eq!(a.job.version(), Version(0));
     let other = b.join("b");
     done(contribution.commit());
-    assert_eq!(one.pull(), 1);
-    a.shows(1, 1.0);
-    other.push(2.0);
-    assert_eq!(other.pull(), 2);
-    b.shows(2, 3.0);
+    one.pulls(1, 1.0);
+    other.makes(2.0, 2, 3.0);
 }
 
 pub fn waiting_for_a_step_ends_at_its_deadline(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (_site, [a, _], [one, other]) = way.job(&[("reducer", "sum"), ("learners", "2")]).two();
     let wait = |timeout| a.send(Message::AwaitStep { learner: one.id }, timeout);
     assert!(matches!(answer(&wait(LONG)), Ok(Reply::Version(Version(0)))), "it has committed nothing");
     one.push(1.0);
@@ -68,8 +62,7 @@ pub fn waiting_for_a_step_ends_at_its_deadline(way: &Way) {
 }
 
 pub fn a_wait_is_withdrawn(way: &Way) {
-    let site = way.job(&WAITS);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.job(&WAITS).two_ends();
     let one = a.join("a");
     // Nothing waits: nothing happens.
     done(a.ask(Message::Withdraw { learner: one.id }));
@@ -84,15 +77,12 @@ pub fn a_wait_is_withdrawn(way: &Way) {
     assert_eq!(one.pull(), 1);
     // One that was taken is not taken back.
     done(a.ask(Message::Withdraw { learner: one.id }));
-    other.push(2.0);
-    assert_eq!(other.pull(), 2);
-    b.shows(2, 3.0);
+    other.makes(2.0, 2, 3.0);
     assert_eq!(one.open().step, Step(2));
 }
 
 pub fn a_contribution_that_is_aborted_while_its_commit_waits_is_dropped(way: &Way) {
-    let site = way.job(&WAITS);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.job(&WAITS).two_ends();
     let one = a.join("a");
     let contribution = one.all_of(64.0);
     let commit = contribution.send(LONG);
@@ -100,19 +90,14 @@ pub fn a_contribution_that_is_aborted_while_its_commit_waits_is_dropped(way: &Wa
     let refused = answer(&commit).unwrap_err();
     assert!(matches!(refused, ShardError::NotAllowed(_)), "{refused:?}");
     let other = b.join("b");
-    other.push(1.0);
-    assert_eq!(other.pull(), 1);
-    b.shows(1, 1.0);
+    other.makes(1.0, 1, 1.0);
     assert_eq!(one.open().step, Step(1));
-    one.push(2.0);
-    assert_eq!(one.pull(), 2);
-    a.shows(2, 3.0);
+    one.makes(2.0, 2, 3.0);
 }
 
 pub fn an_aborted_contribution_is_dropped(way: &Way) {
     for learners in ["1", "2"] {
-        let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
-        let [a, b] = site.two_ends();
+        let (_site, [a, b]) = way.job(&[("reducer", "sum"), ("learners", learners)]).two_ends();
         let one = a.join("a");
         let junk = || {
             let mut contribution = one.open();
@@ -131,9 +116,7 @@ pub fn an_aborted_contribution_is_dropped(way: &Way) {
             assert_eq!(contribution.step, Step(version));
             contribution.offer_all_of(2, 1.0);
             done(contribution.commit());
-            if let Some(other) = &other {
-                other.push(0.0);
-            }
+            other.iter().for_each(|other| other.push(0.0));
             sum += 1.0;
             assert_eq!(one.pull(), version);
             let (_, weights) = a.weights();
@@ -146,8 +129,7 @@ pub fn an_aborted_contribution_is_dropped(way: &Way) {
 }
 
 pub fn an_end_that_shuts_down_answers_everybody(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sum"), ("learners", "2")]).one_end();
     let (a, b) = (end.join("a"), end.join("b"));
     a.push(1.0);
     let contribution = a.all_of(2.0);
@@ -171,8 +153,7 @@ pub fn an_end_that_shuts_down_answers_everybody(way: &Way) {
 }
 
 pub fn answers_may_call_the_job(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sum"), ("learners", "2")]).one_end();
     let (a, b) = (end.join("a"), end.join("b"));
     let (sender, receiver) = channel();
     for step in 1..=20 {
@@ -200,9 +181,7 @@ pub fn answers_may_call_the_job(way: &Way) {
 
 /// In this process, where readers and the job share the buffers.
 pub fn a_commit_waits_for_a_buffer_that_readers_hold(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("retain", "0"), ("max_versions", "3")]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.job(&[("reducer", "sum"), ("retain", "0"), ("max_versions", "3")]).one();
     for version in 0..5 {
         assert!(end.job.pin(Version(version)));
         learner.push(1.0);
@@ -215,8 +194,7 @@ pub fn a_commit_waits_for_a_buffer_that_readers_hold(way: &Way) {
     assert!(waits.recv_timeout(SHORT).is_err());
     end.job.unpin(Version(0), 1);
     done(answer(&waits));
-    assert_eq!(learner.pull(), 6);
-    end.shows(6, 6.0);
+    learner.pulls(6, 6.0);
     let held = end.job.get(Version(1)).expect("a pinned version");
     assert!(held.bytes(0..4) == 1f32.to_le_bytes(), "others stay as they are");
 }

@@ -42,8 +42,7 @@ fn all(end: &End) -> [Range<u64>; 1] {
 }
 
 pub fn new_weights_appear_whole_everywhere(way: &Way) {
-    let site = way.striped_job(&[("reducer", "assign")]);
-    let [a, b] = site.two_ends();
+    let (_site, [a, b]) = way.striped_job(&[("reducer", "assign")]).two_ends();
     for (version, end) in (1..).zip([&a, &a, &b]) {
         done(assign(end, version as f32, &all(end)));
         // The end that has written them reads them.
@@ -55,14 +54,11 @@ pub fn new_weights_appear_whole_everywhere(way: &Way) {
     }
     // So do contributions that hold values.
     let learner = b.join("b");
-    learner.push(9.0);
-    assert_eq!(learner.pull(), 4);
-    b.shows(4, 9.0);
+    learner.makes(9.0, 4, 9.0);
 }
 
 pub fn unwritten_bytes_keep_their_value(way: &Way) {
-    let site = way.striped_job(&[("reducer", "assign")]);
-    let end = site.end();
+    let (_site, end) = way.striped_job(&[("reducer", "assign")]).one_end();
     let size = end.job.layout().size();
     let block = BLOCK as u64;
     let mut expected = vec![0f32; size as usize / 4];
@@ -86,9 +82,7 @@ pub fn unwritten_bytes_keep_their_value(way: &Way) {
 }
 
 pub fn new_weights_come_first_and_committed_contributions_on_top(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
-    let [a, b] = site.two_ends();
-    let (one, other) = (a.join("a"), b.join("b"));
+    let (_site, [a, _], [one, other]) = way.job(&[("reducer", "sum"), ("learners", "2")]).two();
     // A block that was dropped before does not come back.
     let mut dropped = one.open();
     dropped.offer_all_of(0, 64.0);
@@ -97,16 +91,14 @@ pub fn new_weights_come_first_and_committed_contributions_on_top(way: &Way) {
     done(assign(&a, 100.0, &all(&a)));
     a.shows(1, 100.0);
     other.push(2.0);
-    for (learner, end) in [(&one, &a), (&other, &b)] {
-        assert_eq!(learner.pull(), 2);
-        end.shows(2, 103.0);
+    for learner in [&one, &other] {
+        learner.pulls(2, 103.0);
     }
 }
 
 /// In this process a version is the buffer that was written, wholly or in part.
 pub fn new_weights_are_shown_where_they_were_written(way: &Way) {
-    let site = way.job(&[("reducer", "assign"), ("nonfinite", "reject")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "assign"), ("nonfinite", "reject")]).one_end();
     let shown = |version| end.job.get(Version(version)).expect("the newest version").region.key();
     for version in 1..=8 {
         let written = if version % 2 == 0 { [4..BLOCK as u64 + 8] } else { all(&end) };
@@ -122,8 +114,7 @@ pub fn new_weights_are_shown_where_they_were_written(way: &Way) {
 }
 
 pub fn weights_can_be_written_only_when_the_job_allows_it(way: &Way) {
-    let site = way.job(&[("reducer", "sum")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "sum")]).one_end();
     let job = &end.job;
     let size = job.layout().size();
     // At version 0, to begin with.
@@ -162,8 +153,7 @@ pub fn weights_can_be_written_only_when_the_job_allows_it(way: &Way) {
 }
 
 pub fn a_buffer_is_assigned_once(way: &Way) {
-    let site = way.job(&[("reducer", "assign")]);
-    let end = site.end();
+    let (_site, end) = way.job(&[("reducer", "assign")]).one_end();
     let buffer = filled(&end, 1.0, &all(&end));
     done(answer(&send(&end, &buffer, &all(&end))));
     for foreign in [buffer, end.region("foreign")] {
@@ -176,9 +166,7 @@ pub fn a_buffer_is_assigned_once(way: &Way) {
 }
 
 pub fn withdrawn_new_weights_count_wholly_or_not_at_all(way: &Way) {
-    let site = way.job(&[("reducer", "sum")]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.job(&[("reducer", "sum")]).one();
     // A contribution that is being written may hold new weights up, and may not.
     let mut contribution = learner.open();
     contribution.offer_all_of(0, 1.0);
@@ -197,14 +185,11 @@ pub fn withdrawn_new_weights_count_wholly_or_not_at_all(way: &Way) {
     done(end.ask(Message::WithdrawAssign { buffer: buffer.key() }));
     (1..BLOCKS).for_each(|block| contribution.offer_all_of(block, 1.0));
     done(contribution.commit());
-    assert_eq!(learner.pull(), version + 1);
-    end.shows(version + 1, before + 1.0);
+    learner.pulls(version + 1, before + 1.0);
 }
 
 pub fn buffers_are_bounded(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("retain", "0"), ("max_versions", "4")]);
-    let end = site.end();
-    let learner = end.join("a");
+    let (_site, end, learner) = way.job(&[("reducer", "sum"), ("retain", "0"), ("max_versions", "4")]).one();
     let mut buffers = Vec::new();
     let refused = loop {
         match allocate(&end) {
@@ -218,9 +203,7 @@ pub fn buffers_are_bounded(way: &Way) {
     // Not more than there may be, whatever is asked for.
     assert!(end.job.status().buffers.0 <= 8);
     drop(buffers);
-    learner.push(1.0);
-    assert_eq!(learner.pull(), 1);
-    end.shows(1, 1.0);
+    learner.makes(1.0, 1, 1.0);
     // A buffer that was given back can be taken again.
     let buffer = filled(&end, 2.0, &all(&end));
     assert!(end.job.status().buffers.0 <= 8);

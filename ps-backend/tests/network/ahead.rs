@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::time::{Duration, Instant};
 
 use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{ContributeError, Contributor, Share};
@@ -11,7 +10,7 @@ use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::Version;
 
 use crate::payload::of_shard;
-use crate::world::{BLOCK, LONG, Way, World, read};
+use crate::world::{BLOCK, Client, LONG, Way, World, is_all, read, until};
 
 pub const BYTES: u64 = 8 << 20;
 
@@ -49,26 +48,20 @@ pub fn pull(client: &Job, contributor: &Contributor) -> (Version, Vec<f32>) {
     read(client, version)
 }
 
+/// The version with the last step is this one, and all of it is `value`.
+#[track_caller]
+pub fn sees(client: &Job, contributor: &Contributor, version: u64, value: f32) {
+    let (shown, weights) = pull(client, contributor);
+    assert_eq!(shown, Version(version));
+    is_all(&weights, value);
+}
+
 /// Waits until the shard has what is sent before the commit, if contributions of so many bytes are whole. A client sends
 /// four blocks together, so up to three are left for the commit.
 #[track_caller]
 pub fn wait_for_pushed(world: &World, bytes: u64) {
     let bytes = bytes - 3 * u64::from(BLOCK);
-    let deadline = Instant::now() + LONG;
-    loop {
-        let pushed = of_shard(world).pushed_bytes;
-        if pushed >= bytes {
-            return;
-        }
-        assert!(Instant::now() < deadline, "{pushed} bytes of {bytes} have come");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-#[track_caller]
-pub fn is_all(weights: &[f32], value: f32) {
-    let wrong = weights.iter().position(|&weight| weight != value);
-    assert_eq!(wrong.map(|at| (at, weights[at])), None, "{value} is expected");
+    until("the bytes come", || of_shard(world).pushed_bytes >= bytes);
 }
 
 /// A contribution of ones makes this version of a model that began with zeros, and counts once.
@@ -76,17 +69,26 @@ pub fn is_all(weights: &[f32], value: f32) {
 fn counts_once(client: &Job, contributor: &Arc<Contributor>, step: u64) {
     write(contributor, 1.0, 0..BYTES);
     assert_eq!(commit(contributor), Ok(()));
-    let (version, weights) = pull(client, contributor);
-    assert_eq!(version, Version(step));
-    is_all(&weights, step as f32);
+    sees(client, contributor, step, step as f32);
+}
+
+/// As many learners add up what they bring.
+pub fn world(learners: &str, way: Way) -> World {
+    World::new(1, BYTES, &[("reducer", "sum"), ("learners", learners)], way)
+}
+
+/// A learner alone.
+pub fn one(way: Way) -> (World, Client, Arc<Contributor>) {
+    let world = world("1", way);
+    let client = world.client();
+    let learner = contributor(&client, "l");
+    (world, client, learner)
 }
 
 #[test]
 fn blocks_come_before_the_commit() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-        let client = world.client();
-        let learner = contributor(&client, "l");
+        let (world, client, learner) = one(way);
         for step in 1..=3 {
             // Blocks that are written whole, and blocks that become whole.
             write(&learner, 1.0, 0..BYTES / 2);
@@ -98,18 +100,15 @@ fn blocks_come_before_the_commit() {
             let again = learner.write(&mut Share::None, 0, &[0; 4], LONG);
             assert!(matches!(again, Err(ContributeError::Refused(_))), "{again:?}");
             assert_eq!(commit(&learner), Ok(()));
-            let (version, weights) = pull(&client, &learner);
-            assert_eq!(version, Version(step));
-            is_all(&weights, step as f32);
+            sees(&client, &learner, step, step as f32);
         }
-        client.shut_down();
     }
 }
 
 #[test]
 fn the_others_of_a_client_that_have_committed_count_with_what_is_sent_ahead() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
+        let world = world("2", way);
         let client = world.client();
         let [first, last] = ["a", "b"].map(|name| contributor(&client, name));
         for step in 1..=3u64 {
@@ -125,16 +124,13 @@ fn the_others_of_a_client_that_have_committed_count_with_what_is_sent_ahead() {
             is_all(&weights[..BYTES as usize / 8], 3.0 * step as f32);
             is_all(&weights[BYTES as usize / 8..], step as f32);
         }
-        client.shut_down();
     }
 }
 
 #[test]
 fn dropped_blocks_that_were_sent_ahead_never_count() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-        let client = world.client();
-        let learner = contributor(&client, "l");
+        let (_world, client, learner) = one(way);
         for step in 1..=8u64 {
             // Blocks of these are on their way, or wait at the shard, when they are dropped.
             for dropped in 0..3 {
@@ -143,7 +139,6 @@ fn dropped_blocks_that_were_sent_ahead_never_count() {
             }
             counts_once(&client, &learner, step);
         }
-        client.shut_down();
     }
 }
 
@@ -156,26 +151,31 @@ pub fn set_lease(client: &Job, seconds: &str) {
 #[test]
 fn blocks_that_a_dead_client_sent_ahead_never_count() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+        let world = world("1", way);
         let dying = world.client();
         let learner = contributor(&dying, "dies");
         write(&learner, 1000.0, 0..BYTES / 2);
         wait_for_pushed(&world, BYTES / 2);
         // Not before, and not shorter: a machine that is busy may be silent for seconds, and alive.
         set_lease(&dying, "4");
-        drop((learner, dying));
+        drop(learner);
+        dying.dies();
         let client = world.client();
         let learner = contributor(&client, "lives");
         for step in 1..=2 {
             counts_once(&client, &learner, step);
         }
-        client.shut_down();
     }
 }
 
 /// One learner has written half of its contribution, which the shard has. Then another one contributes.
-fn a_slow_writer_holds_nobody_up(consistency: &str) {
-    for (way, shared) in ways().into_iter().flat_map(|way| [(way, false), (way, true)]) {
+#[test]
+fn a_slow_writer_holds_nobody_up_with_a_quorum_and_in_an_asynchronous_job() {
+    let jobs = ways().into_iter().flat_map(|way| {
+        [("quorum(1)", false), ("quorum(1)", true), ("async", false), ("async", true)]
+            .map(|(consistency, shared)| (way, consistency, shared))
+    });
+    for (way, consistency, shared) in jobs {
         let settings =
             [("reducer", "sum"), ("learners", "1"), ("consistency", consistency), ("read_own_step", "true")];
         let world = World::new(1, BYTES, &settings, way);
@@ -190,35 +190,18 @@ fn a_slow_writer_holds_nobody_up(consistency: &str) {
         }
         write(&slow, 100.0, BYTES / 2..BYTES);
         assert_eq!(commit(&slow), Ok(()), "{way:?}");
-        let (version, weights) = pull(&client, &slow);
-        assert_eq!(version, Version(4));
-        is_all(&weights, 103.0);
+        sees(&client, &slow, 4, 103.0);
         // Blocks that were sent in vain may still be read, so the next contribution lies elsewhere.
         write(&slow, 100.0, 0..BYTES);
         assert_eq!(commit(&slow), Ok(()), "{way:?}");
         is_all(&pull(&client, &slow).1, 203.0);
-        for client in [client, other] {
-            client.shut_down();
-        }
     }
-}
-
-#[test]
-fn a_slow_writer_holds_nobody_up_with_a_quorum() {
-    a_slow_writer_holds_nobody_up("quorum(1)");
-}
-
-#[test]
-fn a_slow_writer_holds_nobody_up_in_an_asynchronous_job() {
-    a_slow_writer_holds_nobody_up("async");
 }
 
 #[test]
 fn new_weights_do_not_wait_for_a_slow_writer() {
     for way in ways() {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-        let client = world.client();
-        let slow = contributor(&client, "slow");
+        let (world, client, slow) = one(way);
         write(&slow, 100.0, 0..BYTES / 2);
         wait_for_pushed(&world, BYTES / 2);
         let buffer = client.allocate().unwrap();
@@ -229,9 +212,6 @@ fn new_weights_do_not_wait_for_a_slow_writer() {
         assert_eq!(published, Ok(()), "{way:?}");
         write(&slow, 100.0, BYTES / 2..BYTES);
         assert_eq!(commit(&slow), Ok(()), "{way:?}");
-        let (version, weights) = pull(&client, &slow);
-        assert_eq!(version, Version(2));
-        is_all(&weights, 105.0);
-        client.shut_down();
+        sees(&client, &slow, 2, 105.0);
     }
 }

@@ -9,14 +9,14 @@ use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{Contributor, Share};
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::coding::{Coding, Form};
-use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::vocabulary::ids::{BlockId, PlanId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::transport_kind::TransportKind;
 use libmodelio::wire::{Message, Refusal, Role};
 
-use crate::ahead::{commit, contributor, is_all, pull};
-use crate::raw::Raw;
+use crate::ahead::{commit, contributor, pull, sees};
+use crate::raw::{Raw, committed};
 use crate::world::{BLOCK, LONG, Way, World};
 
 const ELEMENTS: usize = 100_001;
@@ -218,34 +218,13 @@ fn paths_without_a_network_go_in_full_and_say_so() {
     assert_eq!(why, "contributions to so small a model go with their commits");
     let learner = contributor(&job, "l");
     contribute(&learner, &[3.0; 1024]).unwrap();
-    is_all(&pull(&job, &learner).1, 3.0);
+    sees(&job, &learner, 1, 3.0);
 }
 
-/// A client that is spoken for by hand, the learner of it, and the plan for its committed contribution.
+/// A client that is spoken for by hand, and the plan for its committed contribution.
 fn granted(world: &World, client: u64) -> (Raw, PlanId) {
-    let address = world.address_of(world.record.coordinator);
-    let mut raw = Raw::greet(&address, Role::Control, &world.record, ClientId(client));
-    let learner: LearnerId = match raw.ask(1, &Message::Join { name: format!("l{client}") }) {
-        Message::Joined { learner, .. } => learner,
-        other => panic!("{other:?}"),
-    };
-    let blocks = (4 * ELEMENTS as u32).div_ceil(BLOCK);
-    raw.say(
-        2,
-        &Message::Commit {
-            learner,
-            step: Step(1),
-            blocks: std::iter::once(0..blocks).collect(),
-            tensors: std::iter::once(0..1).collect(),
-            partly: Some(Default::default()),
-            contents: Default::default(),
-            weight: Default::default(),
-            timeout_ms: 20_000,
-            lent: false,
-            given_up: None,
-            base: None,
-        },
-    );
+    let (mut raw, learner) = Raw::joined(world, client);
+    raw.say(2, &committed(learner, 1, (4 * ELEMENTS as u32).div_ceil(BLOCK)));
     let grant = raw.receive_of(|message| matches!(message, Message::Grant { .. })).0.message;
     let Message::Grant { plan, counted, .. } = grant else { unreachable!() };
     assert_eq!(counted, PlanId(0));
@@ -256,7 +235,6 @@ fn granted(world: &World, client: u64) -> (Raw, PlanId) {
 fn a_payload_that_nobody_has_coded_is_refused_and_counts_nowhere() {
     let world = world(1, &[], TCP);
     let (mut control, plan) = granted(&world, 7);
-    let address = world.address_of(world.record.coordinator);
     let elements = BLOCK as usize / 4;
     let [int8, topk]: [Coding; 2] = ["int8", "topk(0.01)"].map(|text| text.parse().unwrap());
     let good = |coding: Coding| vec![0u8; coding.bytes(elements)];
@@ -272,15 +250,14 @@ fn a_payload_that_nobody_has_coded_is_refused_and_counts_nowhere() {
         (topk, with(topk, 1, (elements as u32).to_le_bytes()), "index 16384 of 16384 elements"),
         (topk, good(topk), "index 0 does not follow a lower one"),
     ] {
-        let mut raw = Raw::greet(&address, Role::Data, &world.record, ClientId(7));
+        let mut raw = Raw::welcomed(&world, Role::Data, 7);
         let push = Message::Push { plan, block: BlockId(1), form: Form::Coded(coding), ahead: false };
         raw.say_with(0, &push, &payload);
-        let (received, _) = raw.receive_of(|message| matches!(message, Message::Refused(_)));
-        let Message::Refused(refusal) = received.message else { unreachable!() };
+        let refusal = raw.refusal();
         assert!(refusal.to_string().contains(says), "{refusal}");
     }
     // A scale of NaN is a contribution that is not finite.
-    let mut raw = Raw::greet(&address, Role::Data, &world.record, ClientId(7));
+    let mut raw = Raw::welcomed(&world, Role::Data, 7);
     let push = Message::Push { plan, block: BlockId(1), form: Form::Coded(int8), ahead: false };
     raw.say_with(0, &push, &with(int8, 0, f32::NAN.to_le_bytes()));
     let refused = Message::Refused(Refusal::Shard(ShardError::NonFinite(BlockId(1))));
@@ -292,12 +269,10 @@ fn a_payload_that_nobody_has_coded_is_refused_and_counts_nowhere() {
 fn values_that_replace_others_come_as_they_are() {
     let world = world(1, &[("reducer", "assign")], TCP);
     let (_control, plan) = granted(&world, 7);
-    let mut raw =
-        Raw::greet(&world.address_of(world.record.coordinator), Role::Data, &world.record, ClientId(7));
+    let mut raw = Raw::welcomed(&world, Role::Data, 7);
     let push = Message::Push { plan, block: BlockId(1), form: Form::Coded(Coding::Bf16), ahead: false };
     raw.say_with(0, &push, &vec![0; BLOCK as usize / 2]);
-    let (received, _) = raw.receive_of(|message| matches!(message, Message::Refused(_)));
-    let Message::Refused(refusal) = received.message else { unreachable!() };
+    let refusal = raw.refusal();
     assert!(refusal.to_string().contains("its values replace others"), "{refusal}");
     // The mount that knows the reducer does not code.
     let job = world.client();

@@ -5,17 +5,16 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use libmodelio::client::Job;
 use libmodelio::contributor::{ContributeError, Contributor, Share};
 use libmodelio::tracker::WriteRefused;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::Message;
 
-use crate::ahead::{BYTES, commit, contributor, is_all, pull, wait_for_pushed, ways, write};
+use crate::ahead::{BYTES, commit, contributor, one, pull, sees, wait_for_pushed, ways, world, write};
 use crate::payload::of_shard;
 use crate::shm::Raw;
-use crate::world::{BLOCK, LONG, Way, World};
+use crate::world::{BLOCK, Client, LONG, Way, World, is_all};
 
 /// Stores a value into a part of the mapping, as a program does.
 fn store(contributor: &Contributor, value: f32, part: Range<u64>) {
@@ -39,16 +38,19 @@ fn commit_mapped(contributor: &Arc<Contributor>) -> Result<(), ContributeError> 
     begin_commit(contributor, LONG).recv_timeout(2 * LONG).unwrap()
 }
 
-fn world(learners: &str, way: Way) -> World {
-    World::new(1, BYTES, &[("reducer", "sum"), ("learners", learners)], way)
+/// One that maps and one that writes, on one client or two.
+fn two(way: Way, is_shared: bool) -> (World, Vec<Client>, [Arc<Contributor>; 2]) {
+    let world = world("2", way);
+    let clients: Vec<Client> = (0..2 - usize::from(is_shared)).map(|_| world.client()).collect();
+    let mapped = contributor(&clients[0], "mapped");
+    let written = contributor(clients.last().unwrap(), "written");
+    (world, clients, [mapped, written])
 }
 
 #[test]
 fn blocks_come_before_the_fsync_and_are_sent_once() {
     for way in ways() {
-        let world = world("1", way);
-        let client = world.client();
-        let learner = contributor(&client, "l");
+        let (world, client, learner) = one(way);
         for step in 1..=4u64 {
             store(&learner, 1.0, 0..BYTES);
             // Whole blocks; halves in any order, the second of which completes blocks; and ranges that overlap.
@@ -61,21 +63,16 @@ fn blocks_come_before_the_fsync_and_are_sent_once() {
             wait_for_pushed(&world, step * BYTES);
             assert_eq!(client.version(), Version(step - 1), "{way:?}: fsync has not been called");
             assert_eq!(commit_mapped(&learner), Ok(()));
-            let (version, weights) = pull(&client, &learner);
-            assert_eq!(version, Version(step));
-            is_all(&weights, step as f32);
+            sees(&client, &learner, step, step as f32);
             assert_eq!(of_shard(&world).pushed_bytes, step * BYTES, "{way:?}: nothing is sent twice");
         }
-        client.shut_down();
     }
 }
 
 #[test]
 fn blocks_that_are_covered_in_part_wait_for_the_fsync() {
     for way in ways() {
-        let world = world("1", way);
-        let client = world.client();
-        let learner = contributor(&client, "l");
+        let (world, client, learner) = one(way);
         store(&learner, 1.0, 0..BYTES);
         for at in (0..BYTES).step_by(BLOCK as usize) {
             declare(&learner, at + 1..at + u64::from(BLOCK)).unwrap();
@@ -89,7 +86,6 @@ fn blocks_that_are_covered_in_part_wait_for_the_fsync() {
         let (_, weights) = pull(&client, &learner);
         is_all(&weights[..2 * BLOCK as usize], 1.0);
         is_all(&weights[2 * BLOCK as usize..], 2.0);
-        client.shut_down();
     }
 }
 
@@ -97,10 +93,7 @@ fn blocks_that_are_covered_in_part_wait_for_the_fsync() {
 fn a_mapped_and_a_written_contribution_are_sent_and_count_together() {
     for way in ways() {
         for is_shared in [false, true] {
-            let world = world("2", way);
-            let clients: Vec<Arc<Job>> = (0..2 - usize::from(is_shared)).map(|_| world.client()).collect();
-            let mapped = contributor(&clients[0], "mapped");
-            let written = contributor(clients.last().unwrap(), "written");
+            let (world, clients, [mapped, written]) = two(way, is_shared);
             for step in 1..=4u64 {
                 let (before, sent) = (of_shard(&world).pushed_bytes, BYTES * clients.len() as u64);
                 store(&mapped, 1.0, 0..BYTES);
@@ -116,12 +109,9 @@ fn a_mapped_and_a_written_contribution_are_sent_and_count_together() {
                 assert_eq!(outcome.recv_timeout(2 * LONG).unwrap(), Ok(()), "{way:?}");
                 // It is the program's again, whatever the shards still do.
                 store(&mapped, 1000.0, 0..BYTES);
-                let (version, weights) = pull(&clients[0], &mapped);
-                assert_eq!(version, Version(step));
-                is_all(&weights, 3.0 * step as f32);
+                sees(&clients[0], &mapped, step, 3.0 * step as f32);
                 assert_eq!(of_shard(&world).pushed_bytes, before + sent, "{way:?}: nothing is sent twice");
             }
-            clients.iter().for_each(|client| client.shut_down());
         }
     }
 }
@@ -129,9 +119,7 @@ fn a_mapped_and_a_written_contribution_are_sent_and_count_together() {
 #[test]
 fn blocks_that_are_forgotten_never_count() {
     for way in ways() {
-        let world = world("1", way);
-        let client = world.client();
-        let learner = contributor(&client, "l");
+        let (_world, client, learner) = one(way);
         for step in 1..=6u64 {
             for dropped in 0..3 {
                 store(&learner, 1000.0, 0..BYTES);
@@ -144,20 +132,15 @@ fn blocks_that_are_forgotten_never_count() {
             store(&learner, 1.0, 0..BYTES);
             declare(&learner, 0..BYTES / 2).unwrap();
             assert_eq!(commit_mapped(&learner), Ok(()));
-            let (version, weights) = pull(&client, &learner);
-            assert_eq!(version, Version(step));
-            is_all(&weights, step as f32);
+            sees(&client, &learner, step, step as f32);
         }
-        client.shut_down();
     }
 }
 
 #[test]
 fn what_is_written_counts_and_not_what_was_declared_before() {
     for way in ways() {
-        let world = world("1", way);
-        let client = world.client();
-        let learner = contributor(&client, "l");
+        let (_world, client, learner) = one(way);
         for step in 1..=4u64 {
             store(&learner, 1000.0, 0..BYTES);
             declare(&learner, 0..BYTES).unwrap();
@@ -165,14 +148,11 @@ fn what_is_written_counts_and_not_what_was_declared_before() {
             assert_eq!(declare(&learner, 0..BYTES), Err(ContributeError::Writing));
             write(&learner, 1.0, BYTES / 2..BYTES);
             assert_eq!(commit(&learner), Ok(()));
-            let (version, weights) = pull(&client, &learner);
-            assert_eq!(version, Version(step), "{way:?}");
-            is_all(&weights, step as f32);
+            sees(&client, &learner, step, step as f32);
         }
         store(&learner, 1.0, 0..BYTES);
         assert_eq!(commit_mapped(&learner), Ok(()));
         is_all(&pull(&client, &learner).1, 5.0);
-        client.shut_down();
     }
 }
 
@@ -180,10 +160,7 @@ fn what_is_written_counts_and_not_what_was_declared_before() {
 fn nan_in_a_block_that_was_sent_is_reported_at_the_fsync() {
     for way in ways() {
         for is_shared in [false, true] {
-            let world = world("2", way);
-            let clients: Vec<Arc<Job>> = (0..2 - usize::from(is_shared)).map(|_| world.client()).collect();
-            let mapped = contributor(&clients[0], "mapped");
-            let written = contributor(clients.last().unwrap(), "written");
+            let (_world, clients, [mapped, written]) = two(way, is_shared);
             for step in 1..=3u64 {
                 let bad = BlockId(step as u32);
                 store(&mapped, 1.0, 0..BYTES);
@@ -200,11 +177,8 @@ fn nan_in_a_block_that_was_sent_is_reported_at_the_fsync() {
                 assert_eq!(declare(&mapped, 0..BYTES / 2), Ok(()));
                 assert_eq!(commit_mapped(&mapped), Ok(()), "{way:?}");
                 assert_eq!(other.join().unwrap(), Ok(()), "the other one's counts");
-                let (version, weights) = pull(&clients[0], &mapped);
-                assert_eq!(version, Version(step));
-                is_all(&weights, 2.0 * step as f32);
+                sees(&clients[0], &mapped, step, 2.0 * step as f32);
             }
-            clients.iter().for_each(|client| client.shut_down());
         }
     }
 }
@@ -214,9 +188,7 @@ fn nan_in_a_block_that_was_sent_is_reported_at_the_fsync() {
 fn nan_is_found_where_only_one_of_a_clients_learners_has_written() {
     for way in ways() {
         for declares_all in [false, true] {
-            let world = world("2", way);
-            let client = world.client();
-            let [mapped, written] = ["mapped", "written"].map(|name| contributor(&client, name));
+            let (_world, clients, [mapped, written]) = two(way, true);
             for step in 1..=3u64 {
                 store(&mapped, 1.0, 0..BYTES);
                 store(&mapped, f32::NAN, 5 * u64::from(BLOCK)..5 * u64::from(BLOCK) + 4);
@@ -231,13 +203,12 @@ fn nan_is_found_where_only_one_of_a_clients_learners_has_written() {
                 store(&mapped, 1.0, 0..BYTES);
                 assert_eq!(commit_mapped(&mapped), Ok(()), "{way:?}");
                 assert_eq!(other.join().unwrap(), Ok(()), "{way:?}");
-                let (version, weights) = pull(&client, &mapped);
-                pull(&client, &written);
+                let (version, weights) = pull(&clients[0], &mapped);
+                pull(&clients[0], &written);
                 assert_eq!(version, Version(step));
                 is_all(&weights[..BLOCK as usize / 4], 2.0 * step as f32);
                 is_all(&weights[BLOCK as usize / 4..], step as f32);
             }
-            client.shut_down();
         }
     }
 }
@@ -245,9 +216,7 @@ fn nan_is_found_where_only_one_of_a_clients_learners_has_written() {
 #[test]
 fn a_program_that_breaks_its_word_harms_only_itself() {
     for way in ways() {
-        let world = world("2", way);
-        let clients = [world.client(), world.client()];
-        let [breaks, other] = [(0, "breaks"), (1, "other")].map(|(at, name)| contributor(&clients[at], name));
+        let (_world, clients, [breaks, other]) = two(way, false);
         for step in 1..=4u64 {
             store(&breaks, 1.0, 0..BYTES);
             declare(&breaks, 0..BYTES).unwrap();
@@ -264,13 +233,12 @@ fn a_program_that_breaks_its_word_harms_only_itself() {
             let strange = weights.iter().find(|&&weight| !(from..=from + step as f32).contains(&weight));
             assert_eq!(strange, None, "{way:?}");
         }
-        clients.iter().for_each(|client| client.shut_down());
     }
 }
 
 #[test]
 fn memory_that_changes_after_a_timeout_never_counts() {
-    for way in ways() {
+    for (way, declared) in ways().into_iter().flat_map(|way| [(way, 0), (way, BYTES / 2)]) {
         let world = World::new(2, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
         let client = world.client();
         let learner = contributor(&client, "l");
@@ -286,7 +254,7 @@ fn memory_that_changes_after_a_timeout_never_counts() {
             assert!(matches!(raw.receive().unwrap().message, Message::Share { .. }));
             readers.push(raw);
             readers.iter_mut().for_each(Raw::lives);
-            declare(&learner, 0..BYTES / 2).unwrap();
+            declare(&learner, 0..declared).unwrap();
             match begin_commit(&learner, Duration::from_secs(1)).recv_timeout(LONG).unwrap() {
                 Ok(()) => assert_eq!(pull(&client, &learner).0, Version(readers.len() as u64)),
                 Err(late) => break (readers.len() as f32 - 1.0, late),
@@ -296,20 +264,17 @@ fn memory_that_changes_after_a_timeout_never_counts() {
         store(&learner, 1000.0, 0..BYTES);
         drop(readers);
         for _ in 0..3 {
-            declare(&learner, 0..BYTES / 2).unwrap();
+            declare(&learner, 0..declared).unwrap();
             assert_eq!(commit_mapped(&learner), Ok(()), "{way:?}");
             sum += 1000.0;
             is_all(&pull(&client, &learner).1, sum);
         }
-        client.shut_down();
     }
 }
 
 #[test]
 fn what_is_out_of_range_changes_nothing() {
-    let world = world("1", ways()[0]);
-    let client = world.client();
-    let learner = contributor(&client, "l");
+    let (_world, client, learner) = one(ways()[0]);
     for (offset, len) in [(0, BYTES + 1), (BYTES, 1), (u64::MAX, 1), (1, u64::MAX)] {
         let refused = learner.declare_final(offset, len, true);
         assert!(
@@ -323,5 +288,4 @@ fn what_is_out_of_range_changes_nothing() {
     let nothing = learner.write(&mut Share::None, 0, &[], LONG);
     assert_eq!(nothing.map(drop), Ok(()));
     is_all(&pull(&client, &learner).1, 1.0);
-    client.shut_down();
 }

@@ -10,8 +10,7 @@ use libmodelio::wire::{Message, Refusal};
 use ps_backend::device::Accelerator;
 use ps_backend::server::ServerOptions;
 
-use crate::steps::{THREE_ARE_SUMMED, sums_in};
-use crate::world::{BLOCK, LONG, Learner, Way, World, ask, read};
+use crate::world::{BLOCK, LONG, Learner, Way, World, ask, push_all, read};
 use test_devices::homes;
 use test_devices::software_device::software;
 
@@ -26,13 +25,6 @@ fn world(devices: &[Option<&Arc<Accelerator>>], bytes: u64, settings: &[(&str, &
 }
 
 #[test]
-fn contributions_to_models_on_devices_are_added_up() {
-    for device in homes::devices() {
-        sums_in(&world(&[Some(&device), Some(&device)], BYTES, &THREE_ARE_SUMMED));
-    }
-}
-
-#[test]
 fn shards_with_a_device_and_without_make_the_same_bits() {
     let settings =
         [("reducer", "adamw"), ("learners", "2"), ("weight_decay", "0.01"), ("learning_rate", "0.037")];
@@ -42,21 +34,17 @@ fn shards_with_a_device_and_without_make_the_same_bits() {
         let learners = [Learner::join(&client, "a"), Learner::join(&client, "b")];
         let mut weights = Vec::new();
         for step in 1..=6 {
-            let pushed: Vec<_> =
-                learners.iter().zip([0.3, -1.7]).map(|(l, g)| l.push(g / step as f32 + 0.1)).collect();
-            for answer in pushed {
-                assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
-            }
+            push_all(learners.iter().zip([0.3, -1.7].map(|gradient| gradient / step as f32 + 0.1)));
             weights = learners[0].pull().1;
         }
-        learners.iter().for_each(Learner::leave);
-        client.shut_down();
         weights.into_iter().map(f32::to_bits).collect::<Vec<_>>()
     };
     let without = weights_after(&[None, None]);
     assert!(without.iter().all(|&weight| weight == without[0] && weight != 0));
     for device in homes::devices() {
-        assert!(weights_after(&[None, Some(&device)]) == without, "{}", device.name());
+        for first in [None, Some(&device)] {
+            assert!(weights_after(&[first, Some(&device)]) == without, "{}", device.name());
+        }
     }
 }
 
@@ -65,21 +53,18 @@ fn a_small_model_is_computed_by_the_cpu() {
     let (device, accelerator) = software(1 << 30);
     let at_rest = device.taken();
     let world = world(&[Some(&accelerator)], 200_000, &[("reducer", "adam")]);
-    let client = world.client();
-    let learner = Learner::join(&client, "a");
-    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let (_client, learner) = world.learner("a");
+    learner.pushes(1.0);
     assert_eq!(learner.pull().0, Version(1));
     assert_eq!((device.taken(), device.launches()), (at_rest, 0));
-    client.shut_down();
 }
 
 #[test]
 fn a_model_whose_device_fails_has_failed_and_says_so() {
     let (device, accelerator) = software(1 << 30);
     let world = world(&[Some(&accelerator)], BYTES, &[("reducer", "adam")]);
-    let client = world.client();
-    let learner = Learner::join(&client, "a");
-    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let (client, learner) = world.learner("a");
+    learner.pushes(1.0);
     let before = learner.pull();
     device.fail_after(3);
     // The contribution counts before the version is made of it, so its commit may be answered well.
@@ -100,5 +85,4 @@ fn a_model_whose_device_fails_has_failed_and_says_so() {
     let coordinator = &status["models"][0]["coordinator"];
     assert_eq!(coordinator["state"], "failed");
     assert!(coordinator["why"].as_str().is_some_and(|why| why.contains("has failed")), "{coordinator}");
-    client.shut_down();
 }

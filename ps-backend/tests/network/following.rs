@@ -4,25 +4,24 @@ use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
-use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
 use libmodelio::transport::reactor::Choice;
-use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
+use libmodelio::vocabulary::ids::{PlanId, Version};
 use libmodelio::wire::{Message, Refusal, Role};
 
-use crate::ahead::{BYTES, commit, contributor, is_all, pull, write};
+use crate::ahead::{BYTES, commit, contributor, pull, sees, write};
 use crate::payload::of_shard;
 use crate::raw::Raw;
-use crate::world::{BLOCK, LONG, Learner, Way, World, read};
+use crate::world::{BLOCK, Client, LONG, Learner, Way, World, is_all, read, until};
 
 /// Over TCP, where blocks are sent. (Elsewhere they are read where they lie.)
 const WAYS: [Way; 2] = [Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll)];
 
 /// Learners on clients of their own, which show the first version.
-fn learners(way: Way, shards: usize, count: usize) -> (World, Vec<Arc<Job>>, Vec<Arc<Contributor>>) {
+fn learners(way: Way, shards: usize, count: usize) -> (World, Vec<Client>, Vec<Arc<Contributor>>) {
     let settings = [("reducer", "sum"), ("learners", &*count.to_string())];
     let world = World::new(shards, BYTES, &settings, way);
-    let clients: Vec<Arc<Job>> = (0..count).map(|_| world.client()).collect();
+    let clients: Vec<Client> = (0..count).map(|_| world.client()).collect();
     let learners = clients.iter().enumerate().map(|(at, client)| contributor(client, &format!("l{at}")));
     let learners = learners.collect();
     (world, clients, learners)
@@ -34,20 +33,7 @@ fn pulled(world: &World) -> u64 {
 
 #[track_caller]
 fn wait_for_pulled(world: &World, bytes: u64) {
-    let deadline = Instant::now() + LONG;
-    while pulled(world) < bytes {
-        assert!(Instant::now() < deadline, "{} bytes of {bytes} have come", pulled(world));
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-#[track_caller]
-fn wait_for_version(client: &Job, version: Version) {
-    let deadline = Instant::now() + LONG;
-    while client.version() < version {
-        assert!(Instant::now() < deadline, "version {version} is not shown");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    until("the bytes come", || pulled(world) >= bytes);
 }
 
 /// A client sends four blocks together, so it may keep three until the commit.
@@ -74,13 +60,10 @@ fn blocks_come_back_before_the_version_counts() {
                     commits.into_iter().for_each(|commit| assert_eq!(commit.join().unwrap(), Ok(())));
                 });
                 for (client, learner) in clients.iter().zip(&learners) {
-                    let (version, weights) = pull(client, learner);
-                    assert_eq!(version, Version(step));
-                    is_all(&weights, step as f32 * count as f32);
+                    sees(client, learner, step, step as f32 * count as f32);
                 }
                 assert_eq!(pulled(&world), before + count as u64 * BYTES, "{way:?}: no block comes twice");
             }
-            clients.iter().for_each(|client| client.shut_down());
         }
     }
 }
@@ -98,11 +81,8 @@ fn blocks_of_a_version_that_is_made_once_it_counts_come_to_those_who_follow_it()
         for step in 1..=3u64 {
             write(&learner, -1.0, 0..bytes);
             assert_eq!(commit(&learner), Ok(()));
-            let (version, weights) = pull(&client, &learner);
-            assert_eq!(version, Version(step));
-            is_all(&weights, step as f32);
+            sees(&client, &learner, step, step as f32);
         }
-        client.shut_down();
     }
 }
 
@@ -118,12 +98,11 @@ fn blocks_come_to_a_client_that_only_reads_before_the_version_counts() {
             assert_eq!(clients[1].version(), Version(step - 1), "{way:?}: nothing is committed");
             write(&learners[0], 1.0, BYTES / 2..BYTES);
             assert_eq!(commit(&learners[0]), Ok(()));
-            wait_for_version(&clients[1], Version(step));
+            until("the version is shown", || clients[1].version() >= Version(step));
             is_all(&read(&clients[1], Version(step)).1, step as f32);
             pull(&clients[0], &learners[0]);
             assert_eq!(pulled(&world), before + 2 * BYTES, "{way:?}: no block comes twice");
         }
-        clients.iter().for_each(|client| client.shut_down());
     }
 }
 
@@ -141,11 +120,8 @@ fn blocks_of_a_dropped_contribution_are_never_shown() {
             assert!(learners[0].abort());
             write(&learners[0], 1.0, 0..BYTES);
             assert_eq!(commit(&learners[0]), Ok(()));
-            let (version, weights) = pull(&clients[0], &learners[0]);
-            assert_eq!(version, Version(step));
-            is_all(&weights, step as f32);
+            sees(&clients[0], &learners[0], step, step as f32);
         }
-        clients[0].shut_down();
     }
 }
 
@@ -160,18 +136,12 @@ fn is_quiet(raw: &Raw) -> bool {
 }
 
 /// A learner's version 1 of many blocks, which a plan has made, and two connections of a client that shows nothing.
-fn followable() -> (World, Arc<Job>, Learner, [Raw; 2]) {
+fn followable() -> (World, Client, Learner, [Raw; 2]) {
     let settings = [("reducer", "sum"), ("learners", "1")];
     let world = World::new(1, (MANY * BLOCK as usize) as u64, &settings, WAYS[0]);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
-    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    let address = world.address_of(world.record.coordinator);
-    let connections = [(); 2].map(|()| {
-        let mut raw = Raw::greet(&address, Role::Data, &world.record, ClientId(77));
-        assert!(matches!(raw.receive().0.message, Message::Welcome { .. }));
-        raw
-    });
+    let (client, learner) = world.learner("l");
+    learner.pushes(1.0);
+    let connections = [(); 2].map(|()| Raw::welcomed(&world, Role::Data, 77));
     (world, client, learner, connections)
 }
 
@@ -230,7 +200,7 @@ fn push(learner: &Learner, raw: &mut Raw) {
 
 #[test]
 fn a_client_that_follows_another_plan_gets_no_block_of_the_one_before_again() {
-    let (_world, client, _learner, [mut one, mut other]) = followable();
+    let (_world, _client, _learner, [mut one, mut other]) = followable();
     let (mut came, next) = (Came::new(PlanId(1)), PlanId(2));
     one.say(0, &Message::Follow { plan: came.plan });
     (0..10).for_each(|_| assert_eq!(came.next(&mut one), None));
@@ -241,12 +211,11 @@ fn a_client_that_follows_another_plan_gets_no_block_of_the_one_before_again() {
     while !is_quiet(&one) {
         assert_eq!(came.next(&mut one), None);
     }
-    client.shut_down();
 }
 
 #[test]
 fn a_slow_client_gets_all_blocks_of_a_version_that_is_no_longer_the_newest() {
-    let (_world, client, learner, [mut one, _other]) = followable();
+    let (_world, _client, learner, [mut one, _other]) = followable();
     let mut came = Came::new(PlanId(1));
     one.say(0, &Message::Follow { plan: came.plan });
     (0..10).for_each(|_| assert_eq!(came.next(&mut one), None));
@@ -282,5 +251,4 @@ fn a_slow_client_gets_all_blocks_of_a_version_that_is_no_longer_the_newest() {
         }
     }
     assert!(ahead < MANY as u32);
-    client.shut_down();
 }

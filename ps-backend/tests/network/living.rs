@@ -1,5 +1,6 @@
 //! Clients that live through moves of their model, with learners at work.
 
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
@@ -56,7 +57,7 @@ fn train(world: &mut World, count: u32, mut before: impl FnMut(&mut World, u32))
     let (sender, steps) = channel();
     let threads: Vec<_> = clients
         .iter()
-        .cloned()
+        .map(|client| Arc::clone(client))
         .zip(["a", "b"].into_iter().zip(shares))
         .map(|(client, (name, share))| {
             let sender = sender.clone();
@@ -87,7 +88,6 @@ fn train(world: &mut World, count: u32, mut before: impl FnMut(&mut World, u32))
     let owners: Vec<ShardId> = clients[0].shards().into_iter().map(|peer| peer.shard).collect();
     let record = world.registry.model("m", Instant::now() + LONG).unwrap();
     assert_eq!(owners, record.block_map().unwrap().shares().into_keys().collect::<Vec<_>>());
-    clients.iter().for_each(|client| client.shut_down());
     (results[0].0, bits.into_iter().next().unwrap())
 }
 

@@ -6,7 +6,6 @@ mod coded;
 mod declared;
 mod device;
 mod following;
-mod lent;
 mod liars;
 mod living;
 mod moved;

@@ -22,16 +22,21 @@ use libmodelio::wire::{
     Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest, Role, ShardRecord,
 };
 
-use crate::scripted_shard::{BYTES, LEARNER, ScriptedShard, moved_to, record, until};
-use crate::world::{LONG, Way, World, ask, is_unreachable};
+use crate::scripted_shard::{BYTES, LEARNER, ScriptedShard, moved_to, record};
+use crate::world::{Client, LONG, Way, World, ask, is_unreachable, until};
 
 fn options() -> ClientOptions {
     ClientOptions { transport: TransportChoice::Tcp, ..ClientOptions::default() }
 }
 
-fn connect(at: &ScriptedShard, options: ClientOptions) -> Result<Job, ClientError> {
+/// Shard 1, under map 1, and another one.
+fn two(other: ShardId, epoch: Epoch) -> (ScriptedShard, ScriptedShard) {
+    (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(other, epoch))
+}
+
+fn connect(at: &ScriptedShard, options: ClientOptions) -> Result<Client, ClientError> {
     let epoch = at.with(|script| script.epoch);
-    Job::connect(&record(at.record.shard, epoch), std::slice::from_ref(&at.record), options)
+    Job::connect(&record(at.record.shard, epoch), std::slice::from_ref(&at.record), options).map(Client::of)
 }
 
 /// Joining ends where the coordinator is away. Whoever asks again joins once it is there.
@@ -67,8 +72,7 @@ fn is_at(client: &Job, hand: &ScriptedShard) -> bool {
 
 #[test]
 fn a_client_goes_where_its_model_goes_and_asks_there_again() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
+    let (first, second) = two(ShardId(2), Epoch(2));
     second.with(|script| script.answers = true);
     let client = connect(&first, options()).unwrap();
     join(&client);
@@ -89,13 +93,11 @@ fn a_client_goes_where_its_model_goes_and_asks_there_again() {
     assert_eq!(second.controls(), 1, "its connection is left alone");
     assert!(is_at(&client, &second));
     join(&client);
-    client.shut_down();
 }
 
 #[test]
 fn a_greeting_under_an_older_map_is_redirected() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(1), Epoch(3)));
+    let (first, second) = two(ShardId(1), Epoch(3));
     first.with(|script| {
         script.deaf = true;
         script.moved = Some(moved_to(&second, Epoch(3)).encode().unwrap());
@@ -109,13 +111,11 @@ fn a_greeting_under_an_older_map_is_redirected() {
     join(&client);
     assert!(is_at(&client, &second));
     assert_eq!(second.controls(), 1, "the connection goes on");
-    client.shut_down();
 }
 
 #[test]
 fn word_of_a_move_that_makes_no_sense_is_not_followed() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
+    let (first, second) = two(ShardId(2), Epoch(2));
     let good = moved_to(&second, Epoch(2));
     let with = |change: &dyn Fn(&mut Moved)| {
         let mut moved = good.clone();
@@ -154,7 +154,6 @@ fn word_of_a_move_that_makes_no_sense_is_not_followed() {
         liar.stop();
     }
     assert_eq!(second.with(|script| script.greeted.len()), 0);
-    client.shut_down();
 }
 
 /// A registry of one model.
@@ -199,8 +198,7 @@ impl Registry for Table {
 
 #[test]
 fn where_a_model_is_whose_shards_are_gone_is_found_in_the_registry() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
+    let (first, second) = two(ShardId(2), Epoch(2));
     second.with(|script| script.answers = true);
     let moved = record(ShardId(2), Epoch(2));
     // Another life of the name is nothing that this client could go on with.
@@ -216,11 +214,10 @@ fn where_a_model_is_whose_shards_are_gone_is_found_in_the_registry() {
     assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
     assert_eq!(table.asked.load(Ordering::Relaxed), 2);
     until("all are there", || is_at(&client, &second));
-    client.shut_down();
 }
 
 /// A client that asks a registry which says this.
-fn asking(at: &ScriptedShard, records: Vec<ModelRecord>, shards: &[&ScriptedShard]) -> (Job, Arc<Table>) {
+fn asking(at: &ScriptedShard, records: Vec<ModelRecord>, shards: &[&ScriptedShard]) -> (Client, Arc<Table>) {
     let table = Table::of(records, shards.iter().map(|hand| hand.record.clone()).collect());
     let registry = Some(Arc::clone(&table) as Arc<dyn Registry>);
     (connect(at, ClientOptions { registry, ..options() }).unwrap(), table)
@@ -228,8 +225,7 @@ fn asking(at: &ScriptedShard, records: Vec<ModelRecord>, shards: &[&ScriptedShar
 
 #[test]
 fn a_shard_that_lies_about_where_the_model_is_is_not_followed() {
-    let (first, liar) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(5), Epoch(9)));
+    let (first, liar) = two(ShardId(5), Epoch(9));
     let second = ScriptedShard::start(ShardId(2), Epoch(9));
     let lie = moved_to(&liar, Epoch(9)).encode().unwrap();
     let (client, table) = asking(&first, vec![record(ShardId(1), Epoch(1))], &[&first, &second, &liar]);
@@ -252,26 +248,22 @@ fn a_shard_that_lies_about_where_the_model_is_is_not_followed() {
     until("it is where the registry says", || is_at(&client, &second));
     join(&client);
     assert_eq!(liar.with(|script| script.greeted.len()), 0, "nobody was led astray");
-    client.shut_down();
 }
 
 #[test]
 fn a_word_that_the_registry_confirms_is_followed_at_once() {
-    let (first, second) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
+    let (first, second) = two(ShardId(2), Epoch(2));
     let (client, table) = asking(&first, vec![record(ShardId(2), Epoch(2))], &[&second]);
     join(&client);
     first.say_now(Role::Control, moved_to(&second, Epoch(2)).encode().unwrap());
     until("it is there", || is_at(&client, &second));
     // Silence would have it ask again.
     assert_eq!(table.asked.load(Ordering::Relaxed), 1, "one question");
-    client.shut_down();
 }
 
 #[test]
 fn without_a_registry_in_reach_a_shards_word_counts_until_the_registry_says() {
-    let (first, liar) =
-        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(5), Epoch(9)));
+    let (first, liar) = two(ShardId(5), Epoch(9));
     let (client, table) = asking(&first, vec![record(ShardId(1), Epoch(1))], &[&first]);
     join(&client);
     table.down.store(true, Ordering::Relaxed);
@@ -285,7 +277,6 @@ fn without_a_registry_in_reach_a_shards_word_counts_until_the_registry_says() {
     // Though its map is the older one.
     until("it is where the registry says", || is_at(&client, &first));
     join(&client);
-    client.shut_down();
 }
 
 #[test]
@@ -309,7 +300,7 @@ fn shared_memory_alone_does_not_follow_to_another_host_and_says_so() {
         let moved = ModelRecord { epoch: Epoch(2), owners, coordinator: ShardId(9), ..world.record.clone() };
         let table = Table::of(vec![moved], vec![second.record.clone()]);
         let options = ClientOptions { transport, registry: Some(table), ..ClientOptions::default() };
-        let client = Job::connect(&world.record, &world.shards(), options).unwrap();
+        let client = Client::of(Job::connect(&world.record, &world.shards(), options).unwrap());
         assert_eq!(client.shards()[0].transport, TransportKind::SharedMemory);
         drop(world);
         until("it has heard of the move", || client.shards()[0].shard == ShardId(9));
@@ -328,6 +319,5 @@ fn shared_memory_alone_does_not_follow_to_another_host_and_says_so() {
             let answer = commit(&client, Duration::from_millis(200)).recv_timeout(LONG).unwrap();
             assert!(matches!(answer, Err(Refusal::Shard(ShardError::TimedOut(_)))), "{answer:?}");
         }
-        client.shut_down();
     }
 }

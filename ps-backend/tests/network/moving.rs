@@ -10,22 +10,16 @@ use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::Registry;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::coding::Form;
-use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId, Step, Version};
+use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Message, ModelRecord, Moved, Refusal, Role, frame};
 
-use crate::raw::Raw;
-use crate::world::{LONG, Learner, Way, World, server};
+use crate::raw::{Raw, committed};
+use crate::world::{LONG, Learner, Way, World, is_all, server, until};
 
 const TCP: Way = Way::Tcp(Choice::Auto);
 const BYTES: u64 = 1_500_004;
-
-fn status(address: &str) -> serde_json::Value {
-    let mut peer = AdminPeer::connect(address, Instant::now() + LONG).unwrap();
-    let (_, text) = peer.request(&Message::Status, &[], Instant::now() + LONG).unwrap();
-    serde_json::from_slice(&text).unwrap()
-}
 
 impl World {
     pub fn address_of(&self, shard: ShardId) -> String {
@@ -76,20 +70,7 @@ fn lives_through(coordinator_moves: bool) {
     let Message::Joined { learner, .. } = joined else { panic!("{joined:?}") };
     // Its commit waits for a learner that is still to come.
     control.ask(2, &Message::Open { learner });
-    let (blocks, tensors) = (vec![0..1], vec![0..1]);
-    let commit = Message::Commit {
-        learner,
-        step: Step(1),
-        blocks,
-        tensors,
-        partly: Some(Default::default()),
-        contents: Default::default(),
-        weight: Default::default(),
-        timeout_ms: 20_000,
-        lent: false,
-        given_up: None,
-        base: None,
-    };
+    let commit = committed(learner, 1, 1);
     control.say(3, &commit);
     assert_eq!(
         control.ask(4, &Message::SetControl { name: "carry".into(), value: "1".into() }),
@@ -141,9 +122,8 @@ fn lives_through(coordinator_moves: bool) {
     assert_eq!(late_answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
     let (version, weights) = late.pull();
     assert_eq!(version, Version(1));
-    assert!(weights[..16 << 10].iter().all(|&weight| weight == 3.0));
-    assert!(weights[16 << 10..].iter().all(|&weight| weight == 1.0));
-    other.shut_down();
+    is_all(&weights[..16 << 10], 3.0);
+    is_all(&weights[16 << 10..], 1.0);
 }
 
 #[test]
@@ -169,8 +149,7 @@ fn a_model_that_has_moved_is_deleted_wherever_it_is() {
     registry.delete("m", before.generation, Instant::now() + LONG).unwrap();
     assert!(ps_backend::create::forget(&before, &world.shards()).is_empty());
     for server in &world.servers {
-        let status = status(&server.address().to_string());
-        assert_eq!(status["models"], serde_json::json!([]), "shard {}", server.shard());
+        assert_eq!(server.status()["models"], serde_json::json!([]), "shard {}", server.shard());
     }
 }
 
@@ -239,11 +218,7 @@ fn an_order_to_switch_that_the_registry_does_not_know_of_changes_nothing() {
         }
         other => panic!("{other:?}"),
     }
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
-    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    assert!(learner.pull().1.iter().all(|&w| w == 1.0));
-    client.shut_down();
+    world.serves();
 }
 
 #[test]
@@ -303,11 +278,7 @@ fn a_deleted_model_takes_no_memory_though_clients_are_connected() {
             let delete = Message::Delete { model: "m".into(), generation: world.record.generation };
             assert!(matches!(peer.request(&delete, &[], Instant::now() + LONG), Ok((Message::Done, _))));
         }
-        let deadline = Instant::now() + LONG;
-        while client.shards().iter().any(|peer| peer.connected) {
-            assert!(Instant::now() < deadline, "{way:?}: connections for blocks hold the model's partitions");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        client.shut_down();
+        // Connections for blocks hold the model's partitions.
+        until("they end", || !client.shards().iter().any(|peer| peer.connected));
     }
 }

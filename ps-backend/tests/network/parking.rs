@@ -3,18 +3,10 @@
 use std::time::{Duration, Instant};
 
 use libmodelio::transport::reactor::Choice;
-use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::{Message, Role};
 
 use crate::raw::Raw;
 use crate::world::{LONG, Way, World};
-
-fn data(world: &World, client: u64) -> Raw {
-    let address = world.address_of(world.record.coordinator);
-    let mut raw = Raw::greet(&address, Role::Data, &world.record, ClientId(client));
-    assert!(matches!(raw.receive().0.message, Message::Welcome { .. }));
-    raw
-}
 
 /// Whether a connection is parked, by its next message.
 fn parked(raw: &mut Raw) -> bool {
@@ -51,9 +43,10 @@ fn parked_one(of: &mut [Raw; 2]) -> &mut Raw {
 fn a_shard_has_as_many_busy_connections_as_threads() {
     // Two threads.
     let world = World::new(1, 1 << 20, &[("learners", "2")], Way::Tcp(Choice::Auto));
-    let mut one = [data(&world, 1), data(&world, 1)];
+    let data = |client| Raw::welcomed(&world, Role::Data, client);
+    let mut one = [data(1), data(1)];
     // Alone, the first client uses both. A second one has one, and one of the first one's makes room for it.
-    let second = data(&world, 2);
+    let second = data(2);
     let in_use = parked_one(&mut one);
     drop(second);
     assert!(!parked(in_use), "it is needed again");

@@ -1,13 +1,9 @@
 //! What CPUs copy of payload on its way is counted, and differs with the way.
 
-use std::time::Instant;
-
-use libmodelio::admin::AdminPeer;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::transport::tally::Payloads;
-use libmodelio::wire::Message;
 
-use crate::world::{LONG, Learner, Way, World};
+use crate::world::{Learner, Way, World};
 
 const BYTES: u64 = 1_000_004;
 const STEPS: u64 = 3;
@@ -21,16 +17,13 @@ fn counted(way: Way) -> (Payloads, Payloads) {
 /// The same, of the client and the first of so many shards.
 fn counted_with(shards: usize, way: Way) -> (Payloads, Payloads) {
     let world = World::new(shards, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (client, learner) = world.learner("l");
     let before = client.payload().unwrap();
     assert_eq!(before.pulled_bytes, BYTES, "the first version");
     for step in 1..=STEPS {
-        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-        assert!(learner.pull().1.iter().all(|&weight| weight == step as f32));
+        learner.makes(1.0, step, step as f32);
     }
     let after = client.payload().unwrap();
-    client.shut_down();
     let ours = Payloads {
         pulled_bytes: after.pulled_bytes - before.pulled_bytes,
         pull_copied_bytes: after.pull_copied_bytes - before.pull_copied_bytes,
@@ -40,11 +33,7 @@ fn counted_with(shards: usize, way: Way) -> (Payloads, Payloads) {
 }
 
 pub fn of_shard(world: &World) -> Payloads {
-    let deadline = Instant::now() + LONG;
-    let mut peer = AdminPeer::connect(&world.servers[0].address().to_string(), deadline).unwrap();
-    let (answer, payload) = peer.request(&Message::Status, &[], deadline).unwrap();
-    assert_eq!(answer, Message::Text);
-    let status: serde_json::Value = serde_json::from_slice(&payload).unwrap();
+    let status = world.servers[0].status();
     let counts = &status["models"][0]["payload"];
     let count = |name: &str| counts[name].as_u64().unwrap_or_else(|| panic!("no {name} in {status}"));
     Payloads {
@@ -98,14 +87,12 @@ fn of_two(way: Way) -> Payloads {
     let learners = [Learner::join(&clients[0], "a"), Learner::join(&clients[1], "b")];
     for step in 1..=STEPS {
         for learner in &learners {
-            assert_eq!(learner.push(step as f32).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+            learner.pushes(step as f32);
         }
-        let expected = (step * (step + 1)) as f32;
-        assert!(learners[0].pull().1.iter().all(|&weight| weight == expected), "step {step}");
+        learners[0].sees(step, (step * (step + 1)) as f32);
         // A step is over for the other one when that has its version.
         learners[1].pull();
     }
-    clients.iter().for_each(|client| client.shut_down());
     of_shard(&world)
 }
 

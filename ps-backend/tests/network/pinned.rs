@@ -3,10 +3,9 @@
 //! capability to pin what it likes, for the limit is the process's.
 
 use std::process::Command;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use libmodelio::client::{Job, TransportChoice};
+use libmodelio::client::TransportChoice;
 use libmodelio::transport::rdma::{Endpoint, Placement, RdmaOptions};
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::vocabulary::ids::{ClientId, Version};
@@ -15,7 +14,7 @@ use libmodelio::wire::{Message, Protocol, Role, frame};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 
 use crate::payload::of_shard;
-use crate::world::{LONG, Learner, Way, World};
+use crate::world::{Client, LONG, Learner, Way, World, until};
 
 const BYTES: u64 = 1_000_004;
 /// Of a version, in pages.
@@ -77,17 +76,14 @@ fn world(change: fn(&mut RdmaOptions)) -> World {
 
 fn steps(learner: &Learner, steps: std::ops::RangeInclusive<u64>) {
     for step in steps {
-        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-        let (version, weights) = learner.pull();
-        assert_eq!(version, Version(step));
-        assert!(weights.iter().all(|&weight| weight == step as f32), "{} in step {step}", weights[0]);
+        learner.makes(1.0, step, step as f32);
     }
 }
 
-fn connect(world: &World, transport: TransportChoice) -> Result<Arc<Job>, String> {
+fn connect(world: &World, transport: TransportChoice) -> Result<Client, String> {
     let mut shards = world.shards();
     shards[0].host = "another host".into();
-    world.connect(&shards, transport).map(Arc::new).map_err(|error| error.to_string())
+    world.connect(&shards, transport).map(Client::of).map_err(|error| error.to_string())
 }
 
 /// A client's greeting finds so many pages: by `auto` it goes by TCP, by `rdma` not at all, and says why.
@@ -102,11 +98,7 @@ fn is_turned_away(pages: i64, expected: &str) {
     let refused = connect(&world, TransportChoice::Rdma).err().expect("no client");
     names_the_limit(&refused);
     // All that it had goes with it, and nothing is left of it at the shard.
-    let until = Instant::now() + LONG;
-    while pinned() != before {
-        assert!(Instant::now() < until, "{} bytes are pinned, {before} were before", pinned());
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    until("what was pinned is not any more", || pinned() == before);
     let client = connect(&world, TransportChoice::Auto).unwrap();
     let peer = client.shards().remove(0);
     assert_eq!(peer.transport, TransportKind::Tcp);
@@ -118,8 +110,6 @@ fn is_turned_away(pages: i64, expected: &str) {
     let by_rdma = connect(&world, TransportChoice::Rdma).unwrap();
     assert_eq!(by_rdma.shards()[0].transport, TransportKind::Rdma);
     assert_eq!(by_rdma.version(), Version(3));
-    by_rdma.shut_down();
-    client.shut_down();
 }
 
 #[test]
@@ -157,8 +147,6 @@ fn versions_that_a_client_may_not_pin_come_through_the_ring() {
     assert!(counts.push_copied_bytes >= 6 * BYTES, "{counts:?}");
     // It has memory for one version that may be pinned.
     assert!((BYTES..counts.pulled_bytes).contains(&counts.pull_copied_bytes), "{counts:?}");
-    client.shut_down();
-    first.shut_down();
 }
 
 /// Greets a shard, asks for a version, and listens to nothing.
@@ -216,11 +204,7 @@ fn hold(endpoint: &Endpoint, world: &World, version: Version) {
         unsafe { out.start().copy_from_nonoverlapping(said.as_ptr(), said.len()) };
         Some(Box::new(Deaf { out, len: said.len(), sent: 0 }) as Box<dyn Stream>)
     });
-    let until = Instant::now() + LONG;
-    while of_shard(world).pulled_bytes == before {
-        assert!(Instant::now() < until, "it is not asked");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    until("it is asked", || of_shard(world).pulled_bytes != before);
 }
 
 #[test]
@@ -249,13 +233,11 @@ fn versions_that_a_shard_may_not_pin_go_through_the_ring() {
     assert!(sent >= BYTES, "{of_shard_after:?}");
     // What lies there can be read when it may be pinned; that is found out with the next greeting.
     limit(None);
-    let another = connect(&world, TransportChoice::Rdma).unwrap();
+    let _another = connect(&world, TransportChoice::Rdma).unwrap();
     let before = client.payload().unwrap();
     steps(&learner, 11..=16);
     let after = client.payload().unwrap();
     assert_eq!(after.pull_copied_bytes, before.pull_copied_bytes, "{after:?}");
-    another.shut_down();
-    client.shut_down();
     endpoint.shut_down(LONG);
 }
 
@@ -272,12 +254,8 @@ fn versions_are_pinned_before_sums() {
     let steps = |steps: std::ops::RangeInclusive<u64>| {
         let before = of_shard(&world).push_stored_bytes;
         for step in steps {
-            for learner in &learners {
-                assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-            }
-            for learner in &learners {
-                assert!(learner.pull().1.iter().all(|&weight| weight == 2.0 * step as f32), "step {step}");
-            }
+            learners.iter().for_each(|learner| learner.pushes(1.0));
+            learners.iter().for_each(|learner| learner.sees(step, 2.0 * step as f32));
         }
         of_shard(&world).push_stored_bytes - before
     };
@@ -296,6 +274,5 @@ fn versions_are_pinned_before_sums() {
     assert_eq!(steps(11..=12), 0);
     // All that versions needed was pinned: nothing came through the ring.
     assert_eq!(clients.each_ref().map(|client| client.payload().unwrap().pull_copied_bytes), [0, 0]);
-    clients.iter().for_each(|client| client.shut_down());
     endpoint.shut_down(LONG);
 }

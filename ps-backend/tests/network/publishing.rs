@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
 
 use libmodelio::client::Job;
 use libmodelio::publisher::Publisher;
@@ -10,9 +9,9 @@ use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use crate::ahead::{BYTES, commit, contributor, is_all, wait_for_pushed, ways, write};
+use crate::ahead::{BYTES, commit, contributor, wait_for_pushed, ways, write};
 use crate::payload::of_shard;
-use crate::world::{BLOCK, LONG, Way, World, read};
+use crate::world::{BLOCK, Client, LONG, Way, World, is_all, read, until};
 
 fn store(publisher: &Publisher, value: f32, part: std::ops::Range<u64>) {
     for start in part.clone().step_by(BLOCK as usize) {
@@ -29,16 +28,12 @@ fn publish(publisher: Publisher) -> Receiver<Result<(), ShardError>> {
 
 #[track_caller]
 fn shows(client: &Job, version: u64, value: f32) {
-    let (deadline, version) = (Instant::now() + LONG, Version(version));
-    while client.version() < version {
-        assert!(Instant::now() < deadline, "version {version} is not shown");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    is_all(&read(client, version).1, value);
+    until("the version is shown", || client.version() >= Version(version));
+    is_all(&read(client, Version(version)).1, value);
 }
 
 /// A model whose weights can be written, a client that writes them, and one that reads them.
-fn two_clients(way: Way) -> (World, Arc<Job>, Arc<Job>) {
+fn two_clients(way: Way) -> (World, Client, Client) {
     let world = World::new(1, BYTES, &[("reducer", "assign")], way);
     let (writer, reader) = (world.client(), world.client());
     (world, writer, reader)
@@ -54,12 +49,8 @@ fn new_weights_travel_while_they_are_written() {
             let publisher = Publisher::new(Arc::clone(&writer)).unwrap();
             store(&publisher, version as f32, 0..BYTES / 2);
             wait_for_pushed(&world, before.pushed_bytes + BYTES / 2);
-            let deadline = Instant::now() + LONG;
             let wanted = before.pulled_bytes + BYTES / 2 - 3 * u64::from(BLOCK);
-            while sends && of_shard(&world).pulled_bytes < wanted {
-                assert!(Instant::now() < deadline, "{way:?}: nothing comes to the reader");
-                std::thread::sleep(Duration::from_millis(5));
-            }
+            until("it comes to the reader", || !sends || of_shard(&world).pulled_bytes >= wanted);
             assert_eq!((writer.version(), reader.version()), (Version(version - 1), Version(version - 1)));
             store(&publisher, version as f32, BYTES / 2..BYTES);
             assert_eq!(publish(publisher).recv_timeout(LONG).unwrap(), Ok(()));
@@ -68,7 +59,6 @@ fn new_weights_travel_while_they_are_written() {
             let after = of_shard(&world);
             assert_eq!(after.pushed_bytes - before.pushed_bytes, BYTES, "{way:?}: no block is sent twice");
         }
-        [writer, reader].iter().for_each(|client| client.shut_down());
     }
 }
 
@@ -86,7 +76,6 @@ fn a_block_that_is_written_again_counts_as_it_was_written_last() {
             shows(&writer, version, version as f32);
             shows(&reader, version, version as f32);
         }
-        [writer, reader].iter().for_each(|client| client.shut_down());
     }
 }
 
@@ -104,7 +93,6 @@ fn threads_that_write_the_same_block_publish_what_one_of_them_wrote() {
         assert_eq!(publish(publisher).recv_timeout(LONG).unwrap(), Ok(()));
         shows(&reader, version, version as f32);
     }
-    [writer, reader].iter().for_each(|client| client.shut_down());
 }
 
 #[test]
@@ -122,7 +110,6 @@ fn weights_that_are_given_up_leave_nothing() {
             assert_eq!(publish(publisher).recv_timeout(LONG).unwrap(), Ok(()));
             shows(&reader, version, version as f32);
         }
-        [writer, reader].iter().for_each(|client| client.shut_down());
     }
 }
 
@@ -141,6 +128,5 @@ fn contributions_do_not_wait_for_weights_that_are_still_written() {
         store(&publisher, 2.0, BYTES / 2..BYTES);
         assert_eq!(publish(publisher).recv_timeout(LONG).unwrap(), Ok(()));
         shows(&reader, 2, 2.0);
-        [writer, reader].iter().for_each(|client| client.shut_down());
     }
 }

@@ -3,10 +3,29 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
-use libmodelio::vocabulary::ids::{ClientId, Epoch};
-use libmodelio::wire::{Limits, Message, ModelRecord, Moved, Protocol, Received, Receiver, Role, frame};
+use libmodelio::vocabulary::ids::{ClientId, Epoch, LearnerId, Step};
+use libmodelio::wire::{
+    Limits, Message, ModelRecord, Moved, Protocol, Received, Receiver, Refusal, Role, frame,
+};
 
-use crate::world::LONG;
+use crate::world::{LONG, World};
+
+/// The commit of so many whole blocks from the first on, to a model of one tensor.
+pub fn committed(learner: LearnerId, step: u64, blocks: u32) -> Message {
+    Message::Commit {
+        learner,
+        step: Step(step),
+        blocks: std::iter::once(0..blocks).collect(),
+        tensors: std::iter::once(0..1).collect(),
+        partly: Some(Default::default()),
+        contents: Default::default(),
+        weight: Default::default(),
+        timeout_ms: 20_000,
+        lent: false,
+        given_up: None,
+        base: None,
+    }
+}
 
 /// A connection to a shard that is spoken over by hand.
 pub struct Raw {
@@ -32,6 +51,23 @@ impl Raw {
         };
         raw.say(0, &hello);
         raw
+    }
+
+    /// Greets the shard that coordinates, and is welcomed.
+    pub fn welcomed(world: &World, role: Role, client: u64) -> Raw {
+        let address = world.address_of(world.record.coordinator);
+        let mut raw = Raw::greet(&address, role, &world.record, ClientId(client));
+        assert!(matches!(raw.receive().0.message, Message::Welcome { .. }));
+        raw
+    }
+
+    /// A client that is spoken for by hand, with a learner.
+    pub fn joined(world: &World, client: u64) -> (Raw, LearnerId) {
+        let mut raw = Raw::welcomed(world, Role::Control, client);
+        match raw.ask(1, &Message::Join { name: format!("l{client}") }) {
+            Message::Joined { learner, .. } => (raw, learner),
+            other => panic!("{other:?}"),
+        }
     }
 
     pub fn say(&mut self, request: u64, message: &Message) {
@@ -109,6 +145,14 @@ impl Raw {
     pub fn ask(&mut self, request: u64, message: &Message) -> Message {
         self.say(request, message);
         self.answer(request)
+    }
+
+    /// The refusal that comes, whatever else is said before it.
+    pub fn refusal(&mut self) -> Refusal {
+        match self.receive_of(|message| matches!(message, Message::Refused(_))).0.message {
+            Message::Refused(refusal) => refusal,
+            other => unreachable!("{other:?}"),
+        }
     }
 
     /// It is told where the model is now, and the connection ends.

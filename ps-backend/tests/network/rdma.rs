@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::rdma::{
-    Buffers, Device, DeviceMemory, Endpoint, Export, Notice, Placement, Polling, RdmaOptions,
+    Buffers, Device, DeviceMemory, Endpoint, Export, Placement, Polling, RdmaOptions,
 };
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
+use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::transport_kind::TransportKind;
 use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
@@ -23,8 +23,8 @@ use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, R
 use ps_backend::server::{Server, ServerOptions};
 
 use crate::living::{SHORT_COURSE, lived_through};
-use crate::steps::{THREE_ARE_SUMMED, a_late_one, one_connection_or_many, sums_in, sums_of_two_clients};
-use crate::world::{LONG, Learner, Way, World};
+use crate::steps::{THREE_ARE_SUMMED, one_connection_or_many, sums_in, sums_of_two_clients};
+use crate::world::{Client, LONG, Learner, Way, World, push_all};
 
 const BYTES: u64 = 1_000_004;
 
@@ -35,34 +35,10 @@ fn sums(change: fn(&mut RdmaOptions)) {
 }
 
 #[test]
-fn learners_on_two_clients_are_summed_by_rdma() {
-    if let Some(way) = Way::rdma() {
-        sums_of_two_clients(way, 2);
-    }
-}
-
-#[test]
-fn a_late_learner_does_not_hold_up_anothers_answer_by_rdma() {
-    if let Some(way) = Way::rdma() {
-        a_late_one(way);
-    }
-}
-
-#[test]
 fn learners_live_through_moves_of_their_model_by_rdma() {
     if let Some(way) = Way::rdma() {
         lived_through(way, &SHORT_COURSE);
     }
-}
-
-#[test]
-fn a_client_writes_blocks_into_granted_slots() {
-    sums(|options| options.placement = Placement::Static);
-}
-
-#[test]
-fn a_shard_fetches_blocks_from_a_client() {
-    sums(|options| options.placement = Placement::Dynamic);
 }
 
 #[test]
@@ -90,18 +66,9 @@ fn in_order_through_two_slots(change: fn(&mut RdmaOptions)) {
         clients.iter().zip(["a", "b", "c"]).map(|(client, name)| Learner::join(client, name)).collect();
     for step in 1..=5 {
         // The first one is the last to push.
-        let pushed: Vec<_> = learners.iter().zip([1.0, 2.0, 4.0]).rev().map(|(l, n)| l.push(n)).collect();
-        for answer in pushed {
-            assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
-        }
-        for learner in &learners {
-            let (version, weights) = learner.pull();
-            assert_eq!(version, Version(step));
-            let expected = 7.0 * step as f32;
-            assert!(weights.iter().all(|&weight| weight == expected), "{} != {expected}", weights[0]);
-        }
+        push_all(learners.iter().zip([1.0, 2.0, 4.0]).rev());
+        learners.iter().for_each(|learner| learner.sees(step, 7.0 * step as f32));
     }
-    clients.iter().for_each(|client| client.shut_down());
 }
 
 #[test]
@@ -115,11 +82,6 @@ fn contributions_in_a_fixed_order_share_two_slots_in_turn() {
         (options.placement, options.slots) = (Placement::Dynamic, 2);
         options.buffers = Buffers::Looped;
     });
-}
-
-#[test]
-fn flags_are_polled() {
-    sums(|options| options.notice = Notice::Flag);
 }
 
 #[test]
@@ -157,10 +119,9 @@ fn a_client_that_ends_silently_leaves_nothing() {
         let client = world.client();
         assert_eq!(client.shards()[0].transport, TransportKind::Rdma);
         let learner = Learner::join(&client, "l");
-        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-        let (_, weights) = learner.pull();
-        assert!(weights.iter().all(|&weight| weight == round as f32), "{} in round {round}", weights[0]);
+        learner.makes(1.0, round, round as f32);
         learner.leave();
+        client.dies();
     }
 }
 
@@ -343,8 +304,7 @@ fn ended(events: &News<Result<Received, String>>) -> String {
 fn a_hostile_client_ends_only_its_own_connection() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     let endpoint = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap();
     let (plan, block, wide) = (PlanId(1), BlockId(0), false);
     let share = |bytes, address| Message::ShareAt { region: 1, bytes, address, key: 0xdead_beef };
@@ -374,9 +334,7 @@ fn a_hostile_client_ends_only_its_own_connection() {
         let silent = *expected == "RDMA: " && why.contains("closed by the peer");
         assert!(silent || why.contains(expected), "{why:?} to {messages:?}");
     }
-    assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
-    client.shut_down();
+    learner.makes(2.0, 1, 2.0);
 }
 
 #[test]
@@ -391,16 +349,10 @@ fn a_fetch_into_a_sum_that_fails_leaves_nothing() {
     let learners = [Learner::join(&clients[0], "a"), Learner::join(&clients[1], "b")];
     let step = |step: u32| {
         for learner in &learners {
-            assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+            learner.pushes(1.0);
         }
         for learner in &learners {
-            let (version, weights) = learner.pull();
-            assert_eq!(version, Version(u64::from(step)));
-            assert!(
-                weights.iter().all(|&weight| weight == 2.0 * step as f32),
-                "{} in step {step}",
-                weights[0]
-            );
+            learner.sees(u64::from(step), 2.0 * step as f32);
         }
     };
     step(1);
@@ -428,7 +380,6 @@ fn a_fetch_into_a_sum_that_fails_leaves_nothing() {
         assert!(why.contains("RDMA: ") || why.contains("closed by the peer"), "{why}");
     }
     endpoint.shut_down(LONG);
-    clients.iter().for_each(|client| client.shut_down());
 }
 
 #[test]
@@ -449,15 +400,13 @@ fn a_shard_whose_arena_is_full_is_reached_over_tcp() {
         world.rdma = RdmaOptions { arena: 16 << 20, ..world.rdma };
         let mut shards = world.shards();
         shards[0].host = "another host".into();
-        let client = Arc::new(world.connect(&shards, TransportChoice::Auto).unwrap());
+        let client = Client::of(world.connect(&shards, TransportChoice::Auto).unwrap());
         let peer = client.shards().remove(0);
         assert_eq!(peer.transport, TransportKind::Tcp);
         let why = peer.no_rdma.expect("a reason");
         assert!(why.contains("raise ") && why.contains("--rdma-arena") && why.contains("or lower "), "{why}");
         let learner = Learner::join(&client, "l");
-        assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-        assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
-        client.shut_down();
+        learner.makes(2.0, 1, 2.0);
     }
 }
 
@@ -545,9 +494,5 @@ fn clients_that_come_and_go_leave_nothing() {
     let after = settled(Some(&before));
     eprintln!("before {before:?}\nafter  {after:?}");
     assert_eq!(before, after);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
-    assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
-    client.shut_down();
+    world.serves();
 }

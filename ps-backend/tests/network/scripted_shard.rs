@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, Incarnation, LearnerId, ShardId};
@@ -13,7 +13,7 @@ use libmodelio::wire::{
     JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Role, ShardRecord, frame,
 };
 
-use crate::world::LONG;
+use crate::world::until;
 
 pub const BYTES: u64 = 300_000;
 pub const LEARNER: LearnerId = LearnerId(1);
@@ -87,14 +87,6 @@ impl ScriptedShard {
     pub fn stop(&self) {
         self.with(|script| script.gone = true);
         until("it has ended", || TcpStream::connect(&self.record.address).is_err());
-    }
-}
-
-pub fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + LONG;
-    while !done() {
-        assert!(Instant::now() < end, "not within {LONG:?}: {what}");
-        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -2,14 +2,10 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use half::bf16;
-use libmodelio::admin::AdminPeer;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{ClientError, TransportChoice};
-use libmodelio::transport::reactor::Choice;
 use libmodelio::transport::shm::{BorrowedRange, Descriptors, Meeting, Regions, RingEnd, meet};
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
@@ -18,59 +14,9 @@ use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, R
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use ps_backend::server::{Server, ServerOptions};
 
-use crate::world::{LONG, Learner, Way, World, blank, is_unreachable, options, read};
+use crate::world::{self, Client, LONG, Learner, Way, World, blank, is_unreachable, options, read, until};
 
 const BYTES: u64 = 1_000_004;
-
-#[test]
-fn halves_of_one_client_are_added_in_full_precision() {
-    let layout = ModelLayout::blank(4 << 20, DType::BF16, 64 << 10).unwrap();
-    for way in [Way::Shm, Way::Tcp(Choice::Auto)] {
-        let world = World::of(2, &layout, &[("reducer", "sum"), ("learners", "3")], way);
-        let client = world.client();
-        let learners = ["a", "b", "c"].map(|name| Learner::join(&client, name));
-        let two_of = |value: f32| {
-            let bits = u32::from(bf16::from_f32(value).to_bits());
-            f32::from_bits(bits << 16 | bits)
-        };
-        for step in 1..=3 {
-            let pushed: Vec<_> =
-                learners.iter().zip([256.0, 1.0, 1.0]).map(|(l, value)| l.push(two_of(value))).collect();
-            for answer in pushed {
-                assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
-            }
-            // One by one, each 1 would have been lost beside 256.
-            let expected = two_of(258.0 * step as f32).to_bits();
-            let (version, weights) = learners[0].pull();
-            assert_eq!(version, Version(step));
-            assert!(weights.iter().all(|w| w.to_bits() == expected), "{way:?} {step}");
-        }
-        client.shut_down();
-    }
-}
-
-#[test]
-fn new_weights_are_read_where_they_were_written() {
-    let world = World::new(2, BYTES, &[("reducer", "assign")], Way::Shm);
-    let client = world.client();
-    for version in 1..=5 {
-        let buffer = client.allocate().unwrap();
-        let elements = client.layout().size() as usize / 4;
-        // SAFETY: the buffer is this test's until it is published.
-        unsafe { buffer.memory().floats_mut(0..elements) }.fill(version as f32);
-        let (sender, receiver) = channel();
-        let all = std::iter::once(0..client.layout().size()).collect::<Vec<_>>();
-        client.assign(buffer, &all, LONG, Box::new(move |result| drop(sender.send(result))));
-        assert_eq!(receiver.recv_timeout(LONG).unwrap(), Ok(()));
-        let deadline = Instant::now() + LONG;
-        while client.version() < Version(version) && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let (_, weights) = read(&client, Version(version));
-        assert!(weights.iter().all(|&w| w == version as f32));
-    }
-    client.shut_down();
-}
 
 #[test]
 fn a_shard_on_another_host_is_reached_over_tcp_or_not_at_all() {
@@ -84,10 +30,9 @@ fn a_shard_on_another_host_is_reached_over_tcp_or_not_at_all() {
         error.to_string().contains(&format!("shard {} at {} is on another host", far.0, far.1)),
         "{error}"
     );
-    let client = world.connect(&shards, TransportChoice::Auto).unwrap();
+    let client = Client::of(world.connect(&shards, TransportChoice::Auto).unwrap());
     let ways: Vec<_> = client.shards().into_iter().map(|peer| (peer.transport, peer.no_memory)).collect();
     assert_eq!(ways, [(TransportKind::SharedMemory, None), (TransportKind::Tcp, None)]);
-    client.shut_down();
 }
 
 #[test]
@@ -96,14 +41,12 @@ fn a_shard_without_a_socket_is_reached_over_tcp_and_the_status_says_so() {
     let mut shards = world.shards();
     // The same place, by a name from which no socket's name follows.
     shards[0].address = shards[0].address.replace("127.0.0.1", "localhost");
-    let client = Arc::new(world.connect(&shards, TransportChoice::Auto).unwrap());
+    let client = Client::of(world.connect(&shards, TransportChoice::Auto).unwrap());
     let peer = client.shards().remove(0);
     assert_eq!(peer.transport, TransportKind::Tcp);
     assert!(peer.no_memory.as_ref().is_some_and(|why| why.contains("Connection refused")), "{peer:?}");
     let learner = Learner::join(&client, "l");
-    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    assert!(learner.pull().1.iter().all(|&w| w == 1.0));
-    client.shut_down();
+    learner.makes(1.0, 1, 1.0);
     is_unreachable(&["shared memory: connecting to its socket"], |patience| {
         world.connect_within(&shards, TransportChoice::SharedMemory, patience).err().unwrap()
     });
@@ -114,27 +57,25 @@ fn a_client_that_ends_while_its_memory_is_read_contributes_all_or_nothing() {
     // Longer than the pause between two signs of life.
     let settings = [("reducer", "sum"), ("learners", "1"), ("lease", "5")];
     let world = World::new(1, 8 << 20, &settings, Way::Shm);
-    let watcher = world.client();
+    let _watcher = world.client();
     let mut sum = 0.0;
     for round in 0..3 {
-        let client = world.client();
-        let learner = Learner::join(&client, &format!("gone-{round}"));
+        let (client, learner) = world.learner(&format!("gone-{round}"));
         let answer = learner.push(1.0);
         std::thread::sleep(Duration::from_micros(1000 * round));
         // It says nothing to anybody.
-        drop((learner, client, answer));
+        drop((learner, answer));
+        client.dies();
         let next = world.client();
         let learner = Learner::join(&next, &format!("next-{round}"));
-        assert_eq!(learner.push(100.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        learner.pushes(100.0);
         let (_, weights) = learner.pull();
         assert!(weights.iter().all(|&w| w == weights[0]), "torn");
         let came = weights[0] - sum;
         assert!(came == 100.0 || came == 101.0, "round {round}: {came}");
         sum = weights[0];
         learner.leave();
-        next.shut_down();
     }
-    watcher.shut_down();
 }
 
 #[test]
@@ -330,11 +271,7 @@ fn false_claims_are_refused_by_name_and_hurt_nobody_else() {
     let refusal = raw.refused();
     assert!(matches!(&refusal, Refusal::Frame { what, .. } if what == "checksum of the body"), "{refusal}");
 
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
-    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    assert!(learner.pull().1.iter().all(|&w| w == 1.0));
-    client.shut_down();
+    world.serves();
 }
 
 #[test]
@@ -363,11 +300,8 @@ fn blocks_of_plans_that_never_come_do_not_wait_for_ever() {
     raw.say(Message::Probe { plan: PlanId(0) });
     assert!(matches!(raw.receive().expect("it does not hang up").message, Message::Missing { .. }));
 
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
-    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    assert!(learner.pull().1.iter().all(|&w| w == 1.0), "none of them counts");
-    client.shut_down();
+    // None of them counts.
+    world.serves();
 }
 
 impl Raw {
@@ -404,17 +338,15 @@ fn all_are(pieces: &[BorrowedRange], value: f32) -> bool {
 /// Makes the versions `from` to `to`.
 fn go_on(learner: &Learner, from: u64, to: u64) {
     for step in from..=to {
-        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-        assert!(learner.pull().1.iter().all(|&w| w == step as f32));
+        learner.makes(1.0, step, step as f32);
     }
 }
 
 #[test]
 fn a_version_that_a_silent_reader_may_still_read_is_never_written_over() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
-    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let (_client, learner) = world.learner("l");
+    learner.pushes(1.0);
     let mut raw = Raw::welcomed(&world);
     let held = raw.hold(Version(1), client_blocks(&world));
     let begin = Instant::now();
@@ -430,28 +362,25 @@ fn a_version_that_a_silent_reader_may_still_read_is_never_written_over() {
         go_on(&learner, version + 1, version + 1);
     }
     assert!(all_are(&held, 1.0), "the version that it reads was written over");
-    client.shut_down();
 }
 
 #[test]
 fn a_version_that_is_read_when_its_connection_ends_is_never_written_over() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
-    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let (_client, learner) = world.learner("l");
+    learner.pushes(1.0);
     let mut held = Vec::new();
     for version in 1..=6 {
         // Memory that several clients have released is taken again each time.
         let mut raw = Raw::welcomed(&world);
         held.push(raw.hold(Version(version), client_blocks(&world)));
         drop(raw);
-        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        learner.pushes(1.0);
     }
     go_on(&learner, 8, 12);
     for (held, version) in held.iter().zip(1..) {
         assert!(all_are(held, version as f32), "version {version} was written over");
     }
-    client.shut_down();
 }
 
 impl Raw {
@@ -484,8 +413,7 @@ fn is_all(memory: &Mapping, value: f32) -> bool {
 fn a_shard_whose_buffers_are_all_shown_by_a_client_goes_on_with_others() {
     const SHOWN: u64 = 12;
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     let (mut raw, mut regions) = (Raw::welcomed(&world), Regions::new(BYTES));
     let mut shown = Vec::new();
     for version in 0..SHOWN {
@@ -508,15 +436,10 @@ fn a_shard_whose_buffers_are_all_shown_by_a_client_goes_on_with_others() {
     // That ends the connection, so this one is not.
     go_on(&learner, SHOWN + 13, SHOWN + 24);
     assert!(is_all(&last, (SHOWN + 12) as f32), "it was written over");
-    client.shut_down();
 }
 
 fn memory_of_shard(world: &World) -> u64 {
-    let deadline = Instant::now() + LONG;
-    let mut peer = AdminPeer::connect(&world.servers[0].address().to_string(), deadline).unwrap();
-    let (_, payload) = peer.request(&Message::Status, &[], deadline).unwrap();
-    let status: serde_json::Value = serde_json::from_slice(&payload).unwrap();
-    status["models"][0]["memory_bytes"].as_u64().unwrap()
+    world.servers[0].status()["models"][0]["memory_bytes"].as_u64().unwrap()
 }
 
 #[test]
@@ -533,35 +456,24 @@ fn a_client_that_holds_all_versions_that_it_may_shows_no_newer_one_and_holds_up_
     let world = World::new(1, BYTES, &settings, Way::Shm);
     let (client, reader) = (world.client(), world.client());
     let learner = Learner::join(&client, "l");
-    let shows = |version: Version| {
-        let until = Instant::now() + LONG;
-        while reader.version() < version {
-            assert!(Instant::now() < until, "{} instead of {version}", reader.version());
-            std::thread::sleep(Duration::from_millis(1));
-        }
+    let shows = |version| until("it is shown", || reader.version() >= Version(version));
+    let still_are = |versions: &[u64]| {
+        versions.iter().for_each(|&of| world::is_all(&read(&reader, Version(of)).1, of as f32))
     };
     for version in 0..8 {
-        shows(Version(version));
+        shows(version);
         assert!(reader.pin(Version(version)));
         go_on(&learner, version + 1, version + 1);
     }
     go_on(&learner, 9, 20);
     assert_eq!((reader.version(), reader.status().buffers.0), (Version(7), 8));
-    for version in 0..8 {
-        let (_, weights) = read(&reader, Version(version));
-        assert!(weights.iter().all(|&weight| weight == version as f32), "{version}");
-    }
+    still_are(&[0, 1, 2, 3, 4, 5, 6, 7]);
     reader.unpin(Version(1), 1);
-    shows(Version(20));
+    shows(20);
     assert_eq!(reader.payload().unwrap().pull_copied_bytes, 0);
     // When the shard ends, shown versions stay.
     world.servers[0].shut_down();
-    for version in [0, 2, 3, 20] {
-        let (_, weights) = read(&reader, Version(version));
-        assert!(weights.iter().all(|&weight| weight == version as f32), "{version}");
-    }
-    client.shut_down();
-    reader.shut_down();
+    still_are(&[0, 2, 3, 20]);
 }
 
 #[test]
@@ -569,8 +481,7 @@ fn a_plan_that_waits_for_memory_holds_up_no_other_model() {
     let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
     let settings = [("reducer", "sum"), ("learners", "1")];
     let world = World::with_threads(1, 1, &layout, &settings, Way::Shm);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     let mut readers = Vec::new();
     let waiting = loop {
         assert!(readers.len() < 10, "as many versions as there are buffers are read");
@@ -594,7 +505,6 @@ fn a_plan_that_waits_for_memory_holds_up_no_other_model() {
     };
     drop(readers);
     assert_eq!(waiting.recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    client.shut_down();
 }
 
 fn client_blocks(world: &World) -> u32 {

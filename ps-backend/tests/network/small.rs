@@ -1,45 +1,19 @@
 //! Small models: a contribution goes with its commit, and a version comes with the state that announces it.
 
 use libmodelio::transport::reactor::Choice;
-use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, Step, Version};
+use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::shard_error::ShardError;
-use libmodelio::wire::{Message, Refusal, Role};
+use libmodelio::wire::{Message, Refusal};
 
-use crate::ahead::{commit, contributor, is_all, pull, write};
-use crate::raw::Raw;
-use crate::world::{BLOCK, LONG, Way, World, read};
+use crate::ahead::{commit, contributor, sees, write};
+use crate::raw::{Raw, committed};
+use crate::world::{BLOCK, LONG, Way, World, is_all, read};
 
 const BLOCKS: u32 = 2;
 const BYTES: u64 = BLOCKS as u64 * BLOCK as u64;
 
 fn world(learners: usize, way: Way) -> World {
     World::new(1, BYTES, &[("reducer", "sum"), ("learners", &*learners.to_string())], way)
-}
-
-/// A client that is spoken for by hand, with a learner.
-fn joined(world: &World, client: u64) -> (Raw, LearnerId) {
-    let address = world.address_of(world.record.coordinator);
-    let mut raw = Raw::greet(&address, Role::Control, &world.record, ClientId(client));
-    match raw.ask(1, &Message::Join { name: format!("l{client}") }) {
-        Message::Joined { learner, .. } => (raw, learner),
-        other => panic!("{other:?}"),
-    }
-}
-
-fn committed(learner: LearnerId, step: u64) -> Message {
-    Message::Commit {
-        learner,
-        step: Step(step),
-        blocks: std::iter::once(0..BLOCKS).collect(),
-        tensors: std::iter::once(0..1).collect(),
-        partly: Some(Default::default()),
-        contents: Default::default(),
-        weight: Default::default(),
-        timeout_ms: 20_000,
-        lent: false,
-        given_up: None,
-        base: None,
-    }
 }
 
 fn all(value: f32) -> Vec<u8> {
@@ -83,10 +57,10 @@ fn heard(raw: &mut Raw, request: u64, versions: usize) -> Heard {
 #[test]
 fn a_step_is_one_message_each_way() {
     let world = world(1, Way::Tcp(Choice::Auto));
-    let (mut raw, learner) = joined(&world, 7);
+    let (mut raw, learner) = Raw::joined(&world, 7);
     for step in 1..=3 {
         let request = step + 1;
-        raw.say_with(request, &committed(learner, step), &all(1.0));
+        raw.say_with(request, &committed(learner, step, BLOCKS), &all(1.0));
         let expected =
             Heard { versions: vec![(Version(step), step as f32)], grants: 0, answer: Some(Message::Done) };
         assert_eq!(heard(&mut raw, request, 1), expected);
@@ -96,10 +70,10 @@ fn a_step_is_one_message_each_way() {
 #[test]
 fn contributions_of_several_clients_wait_for_each_other_where_they_came() {
     let world = world(2, Way::Tcp(Choice::Auto));
-    let mut clients = [joined(&world, 7), joined(&world, 8)];
+    let mut clients = [Raw::joined(&world, 7), Raw::joined(&world, 8)];
     for step in 1..=2 {
         for (at, (raw, learner)) in clients.iter_mut().enumerate() {
-            raw.say_with(step + 1, &committed(*learner, step), &all(1.0 + at as f32));
+            raw.say_with(step + 1, &committed(*learner, step, BLOCKS), &all(1.0 + at as f32));
         }
         for (raw, _) in &mut clients {
             let expected = Heard {
@@ -115,12 +89,12 @@ fn contributions_of_several_clients_wait_for_each_other_where_they_came() {
 #[test]
 fn blocks_that_do_not_fit_are_asked_for_and_nan_is_refused() {
     let world = world(1, Way::Tcp(Choice::Auto));
-    let (mut raw, learner) = joined(&world, 7);
-    raw.say_with(2, &committed(learner, 1), &all(f32::NAN));
+    let (mut raw, learner) = Raw::joined(&world, 7);
+    raw.say_with(2, &committed(learner, 1, BLOCKS), &all(f32::NAN));
     let refused = Message::Refused(Refusal::Shard(ShardError::NonFinite(BlockId(0))));
     assert_eq!(heard(&mut raw, 2, 0).answer, Some(refused));
     // Of a payload that is too short, the client has to send the rest.
-    raw.say_with(3, &committed(learner, 1), &all(1.0)[4..]);
+    raw.say_with(3, &committed(learner, 1, BLOCKS), &all(1.0)[4..]);
     while !matches!(raw.receive().0.message, Message::Grant { .. }) {}
     assert_eq!(world.client().version(), Version(0));
 }
@@ -140,14 +114,10 @@ fn readers_and_learners_see_what_small_steps_make() {
             }
             write(&learner, 1.0, BYTES / 2..BYTES);
             assert_eq!(commit(&learner), Ok(()), "{way:?}, step {step}");
-            let (version, weights) = pull(&trains, &learner);
-            assert_eq!(version, Version(step));
-            is_all(&weights, step as f32);
+            sees(&trains, &learner, step, step as f32);
         }
         let newest = libmodelio::client::wait_for(LONG, |done| reads.await_newest(LONG, done)).unwrap();
         let (version, weights) = read(&reads, newest);
         is_all(&weights, version.0 as f32);
-        trains.shut_down();
-        reads.shut_down();
     }
 }

@@ -12,11 +12,11 @@ use libmodelio::transport::rdma::verbs::{
     VerbsError,
 };
 use libmodelio::transport::rdma::{Endpoint, Offer};
-use libmodelio::wire::{Message, Protocol};
+use libmodelio::wire::Protocol;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::world::{LONG, Learner, Way, World};
+use crate::world::{LONG, Way, World, is_all};
 
 const BYTES: u64 = 1_000_004;
 /// Nobody speaks it.
@@ -94,8 +94,7 @@ fn ask(to: SocketAddr, private: &[u8]) -> CmEvent {
 fn a_shard_turns_strangers_away_and_names_its_protocol() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
+    let (_client, learner) = world.learner("l");
     let to: SocketAddr = world.shards()[0].rdma.parse().unwrap();
     let notify = Endpoint::open(&world.rdma, Protocol::NEWEST.number()).unwrap().device().notify();
     let mut sum = 0.0;
@@ -106,14 +105,11 @@ fn a_shard_turns_strangers_away_and_names_its_protocol() {
         let ring = RemoteMemory { address: 0, key: 0 };
         assert_eq!(received, Offer { ring, ..offer(notify) }, "{what}");
         sum += 1.0;
-        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-        assert!(learner.pull().1.iter().all(|&weight| weight == sum), "after {what}");
+        learner.pushes(1.0);
+        is_all(&learner.pull().1, sum);
     }
     // Who comes after them is served, too.
-    let another = world.client();
-    assert!(another.shards()[0].connected);
-    another.shut_down();
-    client.shut_down();
+    assert!(world.client().shards()[0].connected);
 }
 
 /// Takes one connection for each of `answers`: accepts it with that, or refuses it with that.
@@ -195,9 +191,5 @@ fn a_client_names_the_protocol_of_a_strange_shard() {
     thread.join().unwrap();
     assert_eq!(endpoint.connections(), 0);
     // The device is none the worse for it.
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
-    assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
-    client.shut_down();
+    world.serves();
 }

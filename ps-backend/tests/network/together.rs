@@ -4,17 +4,15 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use libmodelio::client::Job;
 use libmodelio::contributor::{ContributeError, Contributor, Share};
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::shard_error::ShardError;
 
-use crate::ahead::{BYTES, commit, contributor, is_all, pull, set_lease, wait_for_pushed, ways, write};
+use crate::ahead::{BYTES, commit, contributor, pull, sees, set_lease, wait_for_pushed, ways, write};
 use crate::payload::of_shard;
-use crate::world::{LONG, Way, World};
+use crate::world::{Client, LONG, Way, World, is_all};
 
 /// A world in which these numbers of learners are on clients of their own.
-fn learners(way: Way, on_clients: &[usize]) -> (World, Vec<Arc<Job>>, Vec<Arc<Contributor>>) {
+fn learners(way: Way, on_clients: &[usize]) -> (World, Vec<Client>, Vec<Arc<Contributor>>) {
     learners_of(way, on_clients, "false")
 }
 
@@ -22,11 +20,11 @@ fn learners_of(
     way: Way,
     on_clients: &[usize],
     deterministic: &str,
-) -> (World, Vec<Arc<Job>>, Vec<Arc<Contributor>>) {
+) -> (World, Vec<Client>, Vec<Arc<Contributor>>) {
     let count = on_clients.iter().sum::<usize>().to_string();
     let settings = [("reducer", "sum"), ("learners", &*count), ("deterministic", deterministic)];
     let world = World::new(1, BYTES, &settings, way);
-    let clients: Vec<Arc<Job>> = on_clients.iter().map(|_| world.client()).collect();
+    let clients: Vec<Client> = on_clients.iter().map(|_| world.client()).collect();
     let of_clients = clients.iter().zip(on_clients).enumerate();
     let learners = of_clients.flat_map(|(at, (client, &count))| {
         (0..count).map(move |of| contributor(client, &format!("l{at}-{of}"))).collect::<Vec<_>>()
@@ -51,10 +49,6 @@ fn all_commit(learners: &[Arc<Contributor>]) {
     }
 }
 
-fn shut_down(clients: Vec<Arc<Job>>) {
-    clients.iter().for_each(|client| client.shut_down());
-}
-
 #[test]
 fn blocks_of_all_learners_come_before_any_of_them_commits() {
     for way in ways() {
@@ -73,12 +67,9 @@ fn blocks_of_all_learners_come_before_any_of_them_commits() {
                 );
                 assert_eq!(clients[0].version(), Version(step - 1), "{way:?}: nothing is committed");
                 all_commit(&learners);
-                let (version, weights) = pull(&clients[0], &learners[0]);
-                assert_eq!(version, Version(step));
-                is_all(&weights, step as f32 * learners.len() as f32);
+                sees(&clients[0], &learners[0], step, step as f32 * learners.len() as f32);
                 assert_eq!(of_shard(&world).pushed_bytes, before + sent, "{way:?}: nothing is sent twice");
             }
-            shut_down(clients);
         }
     }
 }
@@ -99,7 +90,6 @@ fn a_deterministic_job_sends_after_the_commits_and_adds_in_the_order_of_learners
                 all_commit(&learners);
                 let (_, weights) = pull(&clients[0], &learners[0]);
                 is_all(&weights, sum);
-                shut_down(clients);
             }
         }
     }
@@ -109,19 +99,15 @@ fn a_deterministic_job_sends_after_the_commits_and_adds_in_the_order_of_learners
 fn a_learner_that_begins_anew_makes_the_others_send_again_and_all_count_once() {
     for way in ways() {
         for on_clients in [&[1, 1][..], &[2]] {
-            let (world, clients, learners) = learners(way, on_clients);
+            let (_world, clients, learners) = learners(way, on_clients);
             for step in 1..=6u64 {
                 learners.iter().for_each(|learner| write(learner, 1000.0, 0..BYTES / 2));
                 assert!(learners[1].abort());
                 write(&learners[1], 1.0, 0..BYTES);
                 write(&learners[0], 1000.0, BYTES / 2..BYTES);
                 all_commit(&learners);
-                let (version, weights) = pull(&clients[0], &learners[0]);
-                assert_eq!(version, Version(step));
-                is_all(&weights, step as f32 * 1001.0);
+                sees(&clients[0], &learners[0], step, step as f32 * 1001.0);
             }
-            shut_down(clients);
-            drop(world);
         }
     }
 }
@@ -134,20 +120,18 @@ fn what_a_dead_learner_has_sent_is_taken_out_and_the_others_go_on() {
         wait_for_pushed(&world, BYTES - 3 * u64::from(crate::world::BLOCK));
         // Not before, and not shorter: a machine that is busy may be silent for seconds, and alive.
         set_lease(&clients[0], "4");
-        drop((learners.pop(), clients.pop()));
+        learners.pop();
+        clients.pop().expect("two clients").dies();
         write(&learners[0], 1000.0, BYTES / 2..BYTES);
         assert_eq!(commit(&learners[0]), Ok(()), "{way:?}");
-        let (version, weights) = pull(&clients[0], &learners[0]);
-        assert_eq!(version, Version(1));
-        is_all(&weights, 1000.0);
-        shut_down(clients);
+        sees(&clients[0], &learners[0], 1, 1000.0);
     }
 }
 
 #[test]
 fn a_commit_does_not_wait_for_ever_for_one_that_writes() {
     for way in ways() {
-        let (world, clients, learners) = learners(way, &[1, 1]);
+        let (_world, clients, learners) = learners(way, &[1, 1]);
         for step in 1..=3u64 {
             write(&learners[0], 1.0, 0..BYTES);
             write(&learners[1], 1.0, 0..BYTES / 2);
@@ -157,19 +141,15 @@ fn a_commit_does_not_wait_for_ever_for_one_that_writes() {
             assert!(waited < LONG / 3, "{way:?}: it has waited for {waited:?}");
             write(&learners[1], 1.0, BYTES / 2..BYTES);
             assert_eq!(commit(&learners[1]), Ok(()), "{way:?}");
-            let (version, weights) = pull(&clients[0], &learners[0]);
-            assert_eq!(version, Version(step));
-            is_all(&weights, 2.0 * step as f32);
+            sees(&clients[0], &learners[0], step, 2.0 * step as f32);
         }
-        shut_down(clients);
-        drop(world);
     }
 }
 
 #[test]
 fn a_learner_that_only_commits_takes_part_in_the_plan_of_the_others() {
     for way in ways() {
-        let (world, clients, learners) = learners(way, &[1, 1]);
+        let (_world, clients, learners) = learners(way, &[1, 1]);
         for step in 1..=3u64 {
             write(&learners[0], 1.0, 0..BYTES);
             // Blocks that are written in part are sent when all have committed.
@@ -182,50 +162,13 @@ fn a_learner_that_only_commits_takes_part_in_the_plan_of_the_others() {
             assert_eq!(weights[1], 2.0 * step as f32);
             is_all(&weights[2..], step as f32);
         }
-        shut_down(clients);
-        drop(world);
-    }
-}
-
-#[test]
-fn nan_that_one_learner_of_a_client_has_mapped_is_refused_also_where_the_other_has_written_nothing() {
-    for way in ways() {
-        let (world, clients, learners) = learners(way, &[2]);
-        let [writes, maps] = &learners[..] else { panic!("two learners") };
-        let mapped = || {
-            let (sender, receiver) = channel();
-            maps.commit_mapped(LONG, move |result| drop(sender.send(result)));
-            receiver
-        };
-        let store = |value: f32| maps.store_mapped(BYTES - 4, &value.to_le_bytes()).unwrap();
-        for step in 1..=3u64 {
-            store(f32::NAN);
-            write(writes, 1.0, 0..BYTES / 2);
-            let (written, refused) = (begin_commit(writes), mapped());
-            let refused = refused.recv_timeout(2 * LONG).unwrap();
-            assert!(
-                matches!(refused, Err(ContributeError::Shard(ShardError::NonFinite(_)))),
-                "{way:?}: {refused:?}"
-            );
-            store(1.0);
-            let counts = mapped();
-            assert_eq!(written.recv_timeout(2 * LONG).unwrap(), Ok(()), "{way:?}");
-            assert_eq!(counts.recv_timeout(2 * LONG).unwrap(), Ok(()), "{way:?}");
-            let (version, weights) = pull(&clients[0], maps);
-            assert_eq!(
-                (version, weights[0], *weights.last().unwrap()),
-                (Version(step), step as f32, step as f32)
-            );
-        }
-        shut_down(clients);
-        drop(world);
     }
 }
 
 #[test]
 fn mapped_memory_whose_commit_is_withdrawn_in_mid_plan_is_its_programs_again() {
     for way in ways() {
-        let (world, clients, learners) = learners(way, &[1, 1]);
+        let (_world, clients, learners) = learners(way, &[1, 1]);
         let [writes, maps] = &learners[..] else { panic!("two learners") };
         let commits = |value: f32| {
             maps.store_mapped(0, &value.to_le_bytes().repeat(BYTES as usize / 4)).unwrap();
@@ -251,15 +194,11 @@ fn mapped_memory_whose_commit_is_withdrawn_in_mid_plan_is_its_programs_again() {
             if let Some(again) = again {
                 assert_eq!(again.recv_timeout(2 * LONG).unwrap(), Ok(()), "{way:?}");
             }
-            let (version, weights) = pull(&clients[0], writes);
-            assert_eq!(version, Version(step));
-            is_all(&weights, sum);
+            sees(&clients[0], writes, step, sum);
             if sum > 1000.0 {
                 break;
             }
         }
         assert!(withdrawn > 0, "{way:?}");
-        shut_down(clients);
-        drop(world);
     }
 }

@@ -1,6 +1,7 @@
 //! Shards on loopback, a model on them, and clients of it.
 
 use std::collections::BTreeMap;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use libmodelio::client::{ClientError, ClientOptions, Job, TransportChoice};
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
-use libmodelio::vocabulary::controls::{Controls, PullPolicy};
+use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::members::LeaveReason;
@@ -163,9 +164,23 @@ impl World {
         Server::start(ServerOptions { registry, ..self.options.clone() }).unwrap()
     }
 
-    pub fn client(&self) -> Arc<Job> {
-        let shards = self.shards();
-        Arc::new(self.connect(&shards, self.transport).unwrap())
+    pub fn client(&self) -> Client {
+        self.client_with(|_| {})
+    }
+
+    /// One more client, with a learner.
+    pub fn learner(&self, name: &str) -> (Client, Learner) {
+        let client = self.client();
+        let learner = Learner::join(&client, name);
+        (client, learner)
+    }
+
+    /// It serves one more client, whose step makes version 1 of a model of one learner.
+    #[track_caller]
+    pub fn serves(&self) {
+        let client = self.client();
+        let learner = Learner::join(&client, "l");
+        learner.makes(1.0, 1, 1.0);
     }
 
     pub fn shards(&self) -> Vec<ShardRecord> {
@@ -197,15 +212,60 @@ impl World {
         }
     }
 
-    pub fn client_that(&self, pulls: Option<PullPolicy>) -> Arc<Job> {
-        self.client_with(|options| options.pulls = pulls)
-    }
-
-    pub fn client_with(&self, change: impl FnOnce(&mut ClientOptions)) -> Arc<Job> {
+    pub fn client_with(&self, change: impl FnOnce(&mut ClientOptions)) -> Client {
         let mut options = self.client_options();
         change(&mut options);
-        Arc::new(Job::connect(&self.record, &self.shards(), options).unwrap())
+        Client::of(Job::connect(&self.record, &self.shards(), options).unwrap())
     }
+}
+
+/// A client that takes its leave at its end.
+pub struct Client {
+    job: Arc<Job>,
+    dies: bool,
+}
+
+impl Client {
+    pub fn of(job: Job) -> Client {
+        Client { job: Arc::new(job), dies: false }
+    }
+
+    /// It ends without a word.
+    pub fn dies(mut self) {
+        self.dies = true;
+    }
+}
+
+impl Deref for Client {
+    type Target = Arc<Job>;
+
+    fn deref(&self) -> &Arc<Job> {
+        &self.job
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        if !self.dies {
+            self.job.shut_down();
+        }
+    }
+}
+
+/// Waits until something is so.
+#[track_caller]
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "it does not come about: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[track_caller]
+pub fn is_all(weights: &[f32], value: f32) {
+    let wrong = weights.iter().position(|&weight| weight != value);
+    assert_eq!(wrong.map(|at| (at, weights[at])), None, "{value} is expected");
 }
 
 /// No client gets to its shards. `connects` says why once it has waited for long enough to know.
@@ -278,6 +338,11 @@ impl Learner {
         self.commit(step)
     }
 
+    #[track_caller]
+    pub fn pushes(&self, value: f32) {
+        push_all([(self, value)]);
+    }
+
     pub fn open(&self) -> Step {
         match ask(&self.client, Message::Open { learner: self.id }) {
             Ok(Message::Opened { step, staging_lent: false }) => step,
@@ -305,9 +370,33 @@ impl Learner {
         read(&self.client, version)
     }
 
+    /// A contribution of the first value makes a version in which all is the other one.
+    #[track_caller]
+    pub fn makes(&self, value: f32, version: u64, shown: f32) {
+        self.pushes(value);
+        self.sees(version, shown);
+    }
+
+    /// The version with the last step is this one, and all of it is `value`.
+    #[track_caller]
+    pub fn sees(&self, version: u64, value: f32) {
+        let (shown, weights) = self.pull();
+        assert_eq!(shown, Version(version));
+        is_all(&weights, value);
+    }
+
     pub fn leave(&self) {
         let leave = Message::Leave { learner: self.id, reason: LeaveReason::Asked };
         assert_eq!(ask(&self.client, leave), Ok(Message::Done));
+    }
+}
+
+/// Each of them contributes its value everywhere, all at the same time.
+#[track_caller]
+pub fn push_all<'a>(each: impl IntoIterator<Item = (&'a Learner, f32)>) {
+    let pushed: Vec<_> = each.into_iter().map(|(learner, value)| learner.push(value)).collect();
+    for answer in pushed {
+        assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
     }
 }
 

@@ -1,5 +1,6 @@
 //! Sums that are measured, and the step that is clipped by their norm, against f64.
 
+use libmodelio::bytes::kernels::Wire;
 use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
@@ -8,10 +9,11 @@ use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
 use ps_backend::partition::store::{Home, Limits, PartitionError, PartitionStore, Payload};
+use test_devices::numbers;
 use test_devices::one_by_one::OneByOne;
 
 use crate::common::BLOCK;
-use crate::driver::{conclude, partition_of};
+use crate::driver::{conclude, loaded_with, partition_of};
 
 /// Tensors of all types, the second of which is frozen, with one that is no number.
 fn model() -> ModelLayout {
@@ -38,36 +40,22 @@ fn contribution(layout: &ModelLayout, seed: usize) -> (Vec<u8>, Vec<Option<f64>>
     let (mut bytes, mut values) = (Vec::new(), Vec::new());
     for tensor in layout.tensors() {
         assert_eq!(bytes.len() as u64, tensor.bytes.start);
-        for i in 0..tensor.shape[0] {
-            let value = value(seed, values.len() + i);
-            match tensor.dtype {
-                DType::F32 => bytes.extend((value as f32).to_le_bytes()),
-                DType::F64 => bytes.extend(value.to_le_bytes()),
-                DType::BF16 => bytes.extend(half::bf16::from_f64(value).to_le_bytes()),
-                _ => bytes.extend(7i64.to_le_bytes()),
-            }
-        }
-        let start = tensor.bytes.start as usize;
-        let size = tensor.dtype.size_bytes().unwrap();
-        values.extend(bytes[start..].chunks(size).map(|bytes| match tensor.dtype {
-            DType::F32 => Some(f64::from(f32::from_le_bytes(bytes.try_into().unwrap()))),
-            DType::F64 => Some(f64::from_le_bytes(bytes.try_into().unwrap())),
-            DType::BF16 => Some(half::bf16::from_le_bytes(bytes.try_into().unwrap()).to_f64()),
-            _ => None,
-        }));
+        let (first, count) = (values.len(), tensor.shape[0]);
+        let Some(wire) = Wire::of(tensor.dtype) else {
+            bytes.extend(7i64.to_le_bytes().repeat(count));
+            values.extend(vec![None; count]);
+            continue;
+        };
+        let of_tensor = numbers::encode(wire, (first..first + count).map(|i| value(seed, i)));
+        values.extend(numbers::decode(wire, &of_tensor).into_iter().map(Some));
+        bytes.extend(of_tensor);
     }
     (bytes, values)
 }
 
 fn store_of(partition: PartitionLayout) -> PartitionStore {
-    let store = PartitionStore::new(partition, Reducer::Sgd, Limits::default(), Home::default()).unwrap();
-    let layout = store.partition().layout().clone();
-    for block in (0..layout.blocks()).map(BlockId) {
-        let range = layout.block_bytes(block);
-        assert!(store.load(block, &vec![0; (range.end - range.start) as usize]).unwrap());
-    }
-    store.finish_loading().unwrap();
-    store
+    let zeros = vec![0; partition.layout().size() as usize];
+    loaded_with(partition, Reducer::Sgd, Limits::default(), Home::default(), &zeros)
 }
 
 /// Adds up three contributions under two plans, and measures: the sum of squares. `skips` has blocks that nobody sends.
@@ -86,18 +74,7 @@ fn measured(store: &PartitionStore, model: &ModelLayout, step: &Step, skips: &[u
     assert!(conclude(store, &job).unwrap().is_none());
     drop(job);
     let tensors = TensorSteps::from(vec![(1, 4), (1, 0), (3, 4)]);
-    let job = store
-        .begin(
-            Version(0),
-            Work::Measure {
-                step: step.clone(),
-                tensors,
-                groups: Groups::default(),
-                quantity: Quantity::Gradient,
-            },
-            true,
-        )
-        .unwrap();
+    let job = store.begin(Version(0), measures(step.clone(), tensors), true).unwrap();
     for (local, block) in locals() {
         if !is_sent(block) {
             assert!(job.finish(local, None).unwrap());
@@ -110,6 +87,10 @@ fn measured(store: &PartitionStore, model: &ModelLayout, step: &Step, skips: &[u
     let Some(Squares::Gradient(squares)) = job.squares() else { panic!("the gradient is measured") };
     drop(conclude(store, &job).unwrap());
     squares
+}
+
+fn measures(step: Step, tensors: TensorSteps) -> Work {
+    Work::Measure { step, tensors, groups: Groups::default(), quantity: Quantity::Gradient }
 }
 
 fn hyper() -> Hyper {
@@ -180,11 +161,12 @@ fn a_clipped_step_is_that_of_f64_and_the_same_on_any_partitions() {
     assert!(factor < 0.1, "it is clipped");
     for (i, &(at, dtype, _)) in places.iter().enumerate() {
         let bytes = &ends[0].1[at as usize..][..dtype.size_bytes().unwrap()];
-        let (got, error) = match dtype {
-            DType::F32 => (f64::from(f32::from_le_bytes(bytes.try_into().unwrap())), 1e-5),
-            DType::F64 => (f64::from_le_bytes(bytes.try_into().unwrap()), 1e-6),
-            DType::BF16 => (half::bf16::from_le_bytes(bytes.try_into().unwrap()).to_f64(), 1.0 / 128.0),
-            _ => continue,
+        let Some(wire) = Wire::of(dtype) else { continue };
+        let got = numbers::decode(wire, bytes)[0];
+        let error = match dtype {
+            DType::F32 => 1e-5,
+            DType::F64 => 1e-6,
+            _ => 1.0 / 128.0,
         };
         let wanted = -0.5 * factor * gradient(i);
         assert!((got - wanted).abs() <= error * wanted.abs().max(1e-3), "element {i}: {got}, not {wanted}");
@@ -196,27 +178,14 @@ fn what_is_refused_is_not_measured() {
     let model = model();
     let store = store_of(partition_of(&model, |_| true));
     let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 1, t: 1, ..Step::default() };
-    let tensors = TensorSteps::uniform(5, 1);
-    let job = store
-        .begin(
-            Version(0),
-            Work::Measure { step, tensors, groups: Groups::default(), quantity: Quantity::Gradient },
-            true,
-        )
-        .unwrap();
+    let work = measures(step, TensorSteps::uniform(5, 1));
+    let job = store.begin(Version(0), work.clone(), true).unwrap();
     let nan: Vec<u8> = f32::NAN.to_le_bytes().repeat(BLOCK as usize / 4);
     assert!(!job.finish(BlockId(0), Some(Payload::Plain(&nan))).unwrap());
     assert_eq!(job.squares(), Some(Squares::Gradient(ExactSum::default())));
     job.give_up();
     drop(job);
     // Nothing of the plan is left.
-    let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 1, t: 1, ..Step::default() };
-    let work = Work::Measure {
-        step,
-        tensors: TensorSteps::uniform(5, 1),
-        groups: Groups::default(),
-        quantity: Quantity::Gradient,
-    };
     let job = store.begin(Version(0), work, true).unwrap();
     (0..model.blocks()).for_each(|block| assert!(job.finish(BlockId(block), None).unwrap()));
     assert_eq!(job.squares(), Some(Squares::Gradient(ExactSum::default())));

@@ -5,6 +5,7 @@ use libmodelio::bytes::kernels::Wire;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
+use test_devices::formulas::{self, Brought, Constants};
 use test_devices::fp8;
 
 pub const BLOCK: u32 = 64 << 10;
@@ -78,7 +79,7 @@ pub struct Reference {
     pub weights: Vec<f64>,
     slots: [Vec<f64>; 2],
     /// Steps of each element.
-    t: Vec<i32>,
+    t: Vec<u64>,
 }
 
 impl Reference {
@@ -91,69 +92,19 @@ impl Reference {
     /// One version from contributions decoded from what the learners wrote, of which each holds something of every
     /// tensor.
     pub fn step(&mut self, reducer: Reducer, h: &Hyper, contributions: &[Vec<f32>]) {
-        let rate = f64::from(h.learning_rate);
-        let [momentum, dampening, decay] = [h.momentum, h.dampening, h.weight_decay].map(f64::from);
-        let [beta1, beta2, alpha, epsilon] = [h.beta1, h.beta2, h.alpha, h.epsilon].map(f64::from);
+        let of = Constants::of(h);
         for i in 0..self.weights.len() {
             self.t[i] += 1;
-            let t = self.t[i];
             let sum: f64 = contributions.iter().map(|contribution| f64::from(contribution[i])).sum();
-            let w = self.weights[i];
-            let mean = match h.aggregation {
-                Aggregation::Mean => sum / contributions.len() as f64,
-                Aggregation::Sum => sum,
-            };
-            let decoupled = matches!(reducer, Reducer::AdamW | Reducer::Lamb | Reducer::Lion);
-            let g = if decoupled { mean } else { mean + decay * w };
-            let [m, v] = [0, 1].map(|slot| self.slots[slot][i]);
-            self.weights[i] = match reducer {
-                Reducer::Sum => f64::from(h.carry) * w + sum,
-                Reducer::Sgd => w - rate * g,
-                // Layer-wise steps have the factor 1 here.
-                Reducer::Momentum | Reducer::Nesterov | Reducer::Lars => {
-                    let m = if t == 1 { g } else { momentum * m + (1.0 - dampening) * g };
-                    self.slots[0][i] = m;
-                    w - rate * if reducer == Reducer::Nesterov { g + momentum * m } else { m }
-                }
-                Reducer::Adam | Reducer::AdamW | Reducer::Lamb => {
-                    let m = beta1 * m + (1.0 - beta1) * g;
-                    let v = beta2 * v + (1.0 - beta2) * g * g;
-                    (self.slots[0][i], self.slots[1][i]) = (m, v);
-                    let keep = if decoupled { 1.0 - rate * decay } else { 1.0 };
-                    let (m, v) = (m / (1.0 - beta1.powi(t)), v / (1.0 - beta2.powi(t)));
-                    keep * w - rate * m / (v.sqrt() + epsilon)
-                }
-                Reducer::RmsProp => {
-                    let square = alpha * self.slots[0][i] + (1.0 - alpha) * g * g;
-                    self.slots[0][i] = square;
-                    w - rate * g / (square.sqrt() + epsilon)
-                }
-                Reducer::AdaGrad => {
-                    let sum = self.slots[0][i] + g * g;
-                    self.slots[0][i] = sum;
-                    w - rate * g / (sum.sqrt() + epsilon)
-                }
-                Reducer::Lion => {
-                    let update = beta1 * m + (1.0 - beta1) * g;
-                    self.slots[0][i] = beta2 * m + (1.0 - beta2) * g;
-                    let sign = if update == 0.0 { 0.0 } else { update.signum() };
-                    w * (1.0 - rate * decay) - rate * sign
-                }
-                // What is sent of models and replicas.
-                Reducer::Average => w + sum / contributions.len() as f64,
-                Reducer::Easgd => w + sum,
-                Reducer::Sma => {
-                    self.slots[0][i] = if t == 1 { sum } else { momentum * m + sum };
-                    w + self.slots[0][i]
-                }
-                Reducer::Diloco => {
-                    let g = -sum / contributions.len() as f64;
-                    let m = if t == 1 { g } else { momentum * m + g };
-                    self.slots[0][i] = m;
-                    w - rate * (g + momentum * m)
-                }
-                Reducer::Assign => contributions.last().map_or(w, |last| f64::from(last[i])),
-            };
+            let mean = sum / contributions.len() as f64;
+            let gradient = if h.aggregation == Aggregation::Mean { mean } else { sum };
+            let last = contributions.last().map(|last| f64::from(last[i]));
+            let brought = Brought { sum, mean, gradient, total: sum, last };
+            let slots = [0, 1].map(|slot| self.slots[slot][i]);
+            // Layer-wise steps have the factor 1 here.
+            let (w, slots) = formulas::step(reducer, &of, (self.t[i], 1.0), &brought, self.weights[i], slots);
+            self.weights[i] = w;
+            self.slots.iter_mut().zip(slots).for_each(|(slot, value)| slot[i] = value);
         }
     }
 

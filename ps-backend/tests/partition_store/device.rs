@@ -14,7 +14,9 @@ use ps_backend::state_copies::StateCopies;
 use test_devices::one_by_one::OneByOne;
 
 use crate::common;
-use crate::driver::{Source, Twin, WAYS, Way, bytes_of, conclude, model, partition_of, reduces_all};
+use crate::driver::{
+    Source, Twin, WAYS, Way, bytes_of, conclude, loaded_with, model, partition_of, reduces_all,
+};
 use test_devices::homes;
 use test_devices::software_device::software;
 
@@ -314,9 +316,6 @@ fn a_model_of_f64_lies_on_a_device_at_any_multiple_of_four() {
         for reducer in Reducer::all() {
             let stores = [Home::Device(Arc::clone(&accelerator)), Home::Host(StateCopies::Single)];
             let all = stores.map(|home| {
-                let store =
-                    PartitionStore::new(partition_of(&layout, |_| true), reducer, Limits::default(), home);
-                let store = store.unwrap();
                 let pattern = |block: BlockId, seed: usize| -> Vec<u8> {
                     // Finite numbers in every type: every second byte decides about the size.
                     let byte = |at: usize| match at % 2 {
@@ -326,16 +325,12 @@ fn a_model_of_f64_lies_on_a_device_at_any_multiple_of_four() {
                     bytes_of(&layout, block).map(byte).collect()
                 };
                 let blocks = || (0..layout.blocks()).map(BlockId);
-                blocks().for_each(|block| assert!(store.load(block, &pattern(block, 0)).unwrap()));
-                store.finish_loading().unwrap();
+                let first: Vec<u8> = blocks().flat_map(|block| pattern(block, 0)).collect();
+                let (partition, limits) = (partition_of(&layout, |_| true), Limits::default());
+                let store = loaded_with(partition, reducer, limits, home, &first);
                 for t in 1..4 {
-                    let step = libmodelio::vocabulary::reducer::Step {
-                        reducer,
-                        contributions: 2,
-                        t,
-                        ..Default::default()
-                    };
-                    let work = crate::driver::reduces_all(&store, step, t == 1);
+                    let step = Step { reducer, contributions: 2, t, ..Step::default() };
+                    let work = reduces_all(&store, step, t == 1);
                     let job = store.begin(Version(t - 1), work, false).unwrap();
                     for block in blocks() {
                         job.add(block, Payload::Plain(&pattern(block, t as usize))).unwrap();

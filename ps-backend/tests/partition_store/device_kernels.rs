@@ -3,7 +3,7 @@
 use libmodelio::bytes::kernels::{self, Input, Operands, Output, Source, Wire};
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
-use ps_backend::device::{Accelerator, Adoption, Launch, Memory};
+use ps_backend::device::{Accelerator, Adoption, Device, DeviceError, Launch, Memory, Stream};
 use ps_backend::reducers;
 
 use test_devices::{fp8, homes};
@@ -35,6 +35,15 @@ fn elements(random: &mut fastrand::Rng, wire: Wire, count: usize, wild: bool) ->
     all
 }
 
+/// A device does something, which is waited for.
+fn does(accelerator: &Accelerator, what: impl FnOnce(&dyn Device, Stream) -> Result<(), DeviceError>) {
+    let device = accelerator.device();
+    let stream = device.open_stream().unwrap();
+    what(&**device, stream).unwrap();
+    device.synchronize(stream).unwrap();
+    device.close_stream(stream);
+}
+
 /// Values at a distance from a multiple of 16 bytes, in the device's memory.
 struct There {
     memory: Memory,
@@ -46,12 +55,8 @@ impl There {
     fn new(accelerator: &Accelerator, at: usize, bytes: &[u8]) -> There {
         let memory = Memory::take(accelerator.device(), at + bytes.len().max(1)).unwrap();
         let there = There { memory, at, len: bytes.len() };
-        let device = accelerator.device();
-        let stream = device.open_stream().unwrap();
         // SAFETY: the copy is waited for.
-        unsafe { device.upload(stream, bytes, there.address()).unwrap() };
-        device.synchronize(stream).unwrap();
-        device.close_stream(stream);
+        does(accelerator, |device, stream| unsafe { device.upload(stream, bytes, there.address()) });
         there
     }
 
@@ -61,12 +66,10 @@ impl There {
 
     fn bytes(&self, accelerator: &Accelerator) -> Vec<u8> {
         let mut bytes = vec![0; self.len];
-        let device = accelerator.device();
-        let stream = device.open_stream().unwrap();
         // SAFETY: the copy is waited for.
-        unsafe { device.download(stream, self.address(), &raw mut bytes[..]).unwrap() };
-        device.synchronize(stream).unwrap();
-        device.close_stream(stream);
+        does(accelerator, |device, stream| unsafe {
+            device.download(stream, self.address(), &raw mut bytes[..])
+        });
         bytes
     }
 }
@@ -201,12 +204,8 @@ fn check(accelerator: &Accelerator, random: &mut fastrand::Rng, wire: Wire, step
         sums: &addresses,
         out: out.as_ref().map(There::address),
     };
-    let device = accelerator.device();
-    let stream = device.open_stream().unwrap();
     // SAFETY: the memory lives until the kernel was waited for.
-    unsafe { device.reduce(stream, &launch).unwrap() };
-    device.synchronize(stream).unwrap();
-    device.close_stream(stream);
+    does(accelerator, |device, stream| unsafe { device.reduce(stream, &launch) });
     let wide = wire.wide();
     let result = if wire.is_narrow() { kernels::bytes(&master) } else { &weights };
     assert_same(wide, &on_device.bytes(accelerator), result, &format!("values: {what}"));
@@ -257,12 +256,8 @@ fn a_master_stays_where_its_weight_does() {
                 before: from.address(),
                 after: to.address(),
             };
-            let device = accelerator.device();
-            let stream = device.open_stream().unwrap();
             // SAFETY: the memory lives until the kernel was waited for.
-            unsafe { device.adopt(stream, &adoption).unwrap() };
-            device.synchronize(stream).unwrap();
-            device.close_stream(stream);
+            does(&accelerator, |device, stream| unsafe { device.adopt(stream, &adoption) });
             let got = values.bytes(&accelerator);
             assert_same(Wire::F32, &got, kernels::bytes(&want), &format!("{wire:?}"));
         }

@@ -10,11 +10,13 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::wire::Work;
 use proptest::prelude::*;
-use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
+use ps_backend::partition::store::Payload;
 use ps_backend::reducers::apply;
+use test_devices::formulas::{self, Brought, Constants};
+use test_devices::numbers;
 use test_devices::one_by_one::OneByOne;
 
-use crate::driver::{conclude, reduces_all};
+use crate::driver::{conclude, loaded, reduces_all};
 
 const OPTIMIZERS: [Reducer; 9] = [
     Reducer::Sum,
@@ -33,38 +35,10 @@ fn hyper() -> Hyper {
     Hyper { learning_rate: 0.01, weight_decay: 0.1, momentum: 0.9, dampening: 0.3, ..Hyper::default() }
 }
 
-/// PyTorch's formulas in doubles on one element: new weight and state of the mean `g` of two contributions.
-fn reference(reducer: Reducer, t: i32, g: f64, w: f64, [m, v]: [f64; 2]) -> (f64, [f64; 2]) {
-    let (lr, wd, b2) = (0.01, 0.1, 0.999f64);
-    let penalised = g + wd * w;
-    match reducer {
-        Reducer::Sum => (w + 2.0 * g, [m, v]),
-        Reducer::Sgd => (w - lr * penalised, [m, v]),
-        Reducer::Momentum | Reducer::Nesterov => {
-            let buffer = if t == 1 { penalised } else { 0.9 * m + 0.7 * penalised };
-            let way = if reducer == Reducer::Nesterov { penalised + 0.9 * buffer } else { buffer };
-            (w - lr * way, [buffer, v])
-        }
-        Reducer::RmsProp => {
-            let square = 0.99 * m + 0.01 * penalised * penalised;
-            (w - lr * penalised / (square.sqrt() + 1e-8), [square, v])
-        }
-        Reducer::AdaGrad => {
-            let sum = m + penalised * penalised;
-            (w - lr * penalised / (sum.sqrt() + 1e-8), [sum, v])
-        }
-        Reducer::Lion => {
-            let update = 0.9 * m + 0.1 * g;
-            let sign = if update == 0.0 { 0.0 } else { update.signum() };
-            (w * (1.0 - lr * wd) - lr * sign, [b2 * m + 0.001 * g, v])
-        }
-        _ => {
-            let (g, kept) = if reducer == Reducer::AdamW { (g, w * (1.0 - lr * wd)) } else { (penalised, w) };
-            let (m, v) = (0.9 * m + 0.1 * g, b2 * v + 0.001 * g * g);
-            let (c1, c2) = (1.0 - 0.9f64.powi(t), 1.0 - b2.powi(t));
-            (kept - lr / c1 * m / ((v / c2).sqrt() + 1e-8), [m, v])
-        }
-    }
+/// New weight and state of the mean `g` of two contributions.
+fn reference(reducer: Reducer, t: u64, g: f64, w: f64, slots: [f64; 2]) -> (f64, [f64; 2]) {
+    let brought = Brought { sum: 2.0 * g, mean: g, gradient: g, total: 2.0 * g, last: None };
+    formulas::step(reducer, &Constants::of(&hyper()), (t, 1.0), &brought, w, slots)
 }
 
 fn value(seed: usize, i: usize) -> f64 {
@@ -130,7 +104,7 @@ fn optimizers_of_doubles_follow_their_definitions_in_f64() {
             let (mut w, mut state) = (value(0, i), [0.0; 2]);
             for t in 1..=60usize {
                 let g = (value(10 * t + 1, i) + value(10 * t + 2, i)) / 2.0;
-                (w, state) = reference(reducer, t as i32, g, w, state);
+                (w, state) = reference(reducer, t as u64, g, w, state);
             }
             close(got, w, &format!("{reducer}, element {i}"));
         }
@@ -155,14 +129,11 @@ fn non_finite_doubles_are_found() {
 
 /// One tensor's elements of one contribution, as they lie in the model and as they are sent wide.
 fn element(dtype: DType, x: f64) -> (Vec<u8>, Vec<u8>) {
-    match dtype {
-        DType::F64 => (x.to_le_bytes().to_vec(), x.to_le_bytes().to_vec()),
-        DType::F32 => ((x as f32).to_le_bytes().to_vec(), (x as f32).to_le_bytes().to_vec()),
-        _ => {
-            let half = bf16::from_f64(x);
-            (half.to_le_bytes().to_vec(), half.to_f32().to_le_bytes().to_vec())
-        }
-    }
+    let wire = Wire::of(dtype).unwrap();
+    let plain = numbers::encode(wire, [x]);
+    let as_wide = if wire == Wire::F64 { Wire::F64 } else { Wire::F32 };
+    let wide = numbers::encode(as_wide, numbers::decode(wire, &plain));
+    (plain, wide)
 }
 
 proptest! {
@@ -186,9 +157,7 @@ proptest! {
             of.iter().enumerate().flat_map(one).collect()
         };
         let block = BlockId(0);
-        let store = PartitionStore::new(layout.partition(&[block]).unwrap(), reducer, Limits::default(), Home::default()).unwrap();
-        prop_assert!(store.load(block, &payload(0, false)).unwrap());
-        store.finish_loading().unwrap();
+        let store = loaded(&layout, reducer, &payload(0, false));
         for t in 1..=3usize {
             let base = Version(t as u64 - 1);
             let job = store.begin(base, Work::Add { combine: reducer.combine() }, true).unwrap();
@@ -215,15 +184,12 @@ proptest! {
         let mut rest = newest.block(block);
         for (i, &dtype) in of.iter().enumerate() {
             // What each type can hold of the inputs.
-            let held = |seed| match dtype {
-                DType::F64 => value(seed, i),
-                DType::F32 => f64::from(value(seed, i) as f32),
-                _ => bf16::from_f64(value(seed, i)).to_f64(),
-            };
+            let wire = Wire::of(dtype).unwrap();
+            let held = |seed| numbers::decode(wire, &numbers::encode(wire, [value(seed, i)]))[0];
             let (mut w, mut state) = (held(0), [0.0; 2]);
             for t in 1..=3usize {
                 let g = (held(10 * t + 1) + held(10 * t + 2)) / 2.0;
-                (w, state) = reference(reducer, t as i32, g, w, state);
+                (w, state) = reference(reducer, t as u64, g, w, state);
             }
             let (bytes, behind) = rest.split_at(dtype.size_bytes().unwrap());
             rest = behind;

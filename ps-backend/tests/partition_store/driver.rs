@@ -12,7 +12,7 @@ use libmodelio::vocabulary::reducer::{Combine, Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
 use ps_backend::partition::store::{
-    Home, Limits, Merge, PartitionError, PartitionJob, PartitionStore, Payload,
+    BlockInput, Home, Limits, Merge, PartitionError, PartitionJob, PartitionStore, Payload,
 };
 use ps_backend::state_copies::StateCopies;
 use test_devices::one_by_one::OneByOne;
@@ -38,6 +38,43 @@ pub fn model() -> ModelLayout {
 pub fn partition_of(model: &ModelLayout, is_mine: impl Fn(u32) -> bool) -> PartitionLayout {
     let blocks: Vec<_> = (0..model.blocks()).filter(|&block| is_mine(block)).map(BlockId).collect();
     model.partition(&blocks).unwrap()
+}
+
+/// A store that nothing is loaded into yet.
+pub fn empty(partition: PartitionLayout, reducer: Reducer) -> PartitionStore {
+    PartitionStore::new(partition, reducer, Limits::default(), Home::default()).unwrap()
+}
+
+/// A store of all of a model, with these weights.
+pub fn loaded(model: &ModelLayout, reducer: Reducer, weights: &[u8]) -> PartitionStore {
+    loaded_with(partition_of(model, |_| true), reducer, Limits::default(), Home::default(), weights)
+}
+
+/// A store of a partition, with these weights.
+pub fn loaded_with(
+    partition: PartitionLayout,
+    reducer: Reducer,
+    limits: Limits,
+    home: Home,
+    weights: &[u8],
+) -> PartitionStore {
+    let layout = Arc::clone(partition.layout());
+    let store = PartitionStore::new(partition, reducer, limits, home).unwrap();
+    for block in (0..layout.blocks()).map(BlockId) {
+        assert!(store.load(block, &weights[bytes_of(&layout, block)]).unwrap());
+    }
+    store.finish_loading().unwrap();
+    store
+}
+
+/// The first step of so many contributions, with the defaults of its settings.
+pub fn step(reducer: Reducer, contributions: u32) -> Step {
+    Step { reducer, hyper: Hyper::default(), contributions, t: 1, ..Step::default() }
+}
+
+/// A payload that is written as a whole.
+pub fn checked(bytes: &[u8]) -> BlockInput<'_> {
+    BlockInput { payload: Payload::Plain(bytes), written: None, check: true }
 }
 
 /// How a block is sent.
@@ -302,6 +339,13 @@ impl Twin {
                 last.finish(job, &self.layout, block);
             }
         }
+    }
+
+    /// The store concludes a version, and so does the model.
+    pub fn concludes(&mut self, job: Arc<PartitionJob>, sources: &[Source]) {
+        conclude(&self.store, &job).unwrap();
+        drop(job);
+        self.published(sources);
     }
 
     /// The store has concluded the version: so does the model.

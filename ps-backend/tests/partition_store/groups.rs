@@ -15,7 +15,7 @@ use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
 use test_devices::one_by_one::OneByOne;
 
 use crate::common;
-use crate::driver::{bytes_of, conclude, partition_of};
+use crate::driver::{bytes_of, conclude, loaded_with, partition_of};
 use test_devices::homes;
 
 const VERSIONS: usize = 4;
@@ -59,11 +59,7 @@ impl<'a> Course<'a> {
     ) -> Course<'a> {
         let partition = partition_of(model, |_| true);
         let layout = Arc::clone(partition.layout());
-        let store = PartitionStore::new(partition, widest, Limits::default(), home.clone()).unwrap();
-        for block in (0..layout.blocks()).map(BlockId) {
-            assert!(store.load(block, &weights[bytes_of(&layout, block)]).unwrap());
-        }
-        store.finish_loading().unwrap();
+        let store = loaded_with(partition, widest, Limits::default(), home.clone(), weights);
         Course { store, layout, version: Version(0), sent }
     }
 

@@ -7,12 +7,12 @@ use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::wire::DataKind;
-use ps_backend::partition::store::{BlockInput, Home, Limits, PartitionError, Payload};
+use ps_backend::partition::store::{Home, Limits, PartitionError, Payload};
 use ps_backend::state_copies::StateCopies;
 use test_devices::one_by_one::OneByOne;
 
 use crate::common;
-use crate::driver::{Source, Twin, Way, conclude, model, partition_of};
+use crate::driver::{Source, Twin, Way, checked, model, partition_of};
 use test_devices::homes;
 
 const FLOATS: usize = 3 * BLOCK as usize / 4;
@@ -140,14 +140,11 @@ fn a_block_with_nan_may_come_again() {
         let good = of_all(&twin, 1);
         let (bad, fine) =
             (f32::NAN.to_le_bytes().repeat(BLOCK as usize / 4), good.plain(&layout, BlockId(0)));
-        let input = |bytes| BlockInput { payload: Payload::Plain(bytes), written: None, check: true };
         let job = twin.begin_reduce(1).unwrap();
-        assert_eq!(job.finish_all(BlockId(0), &[input(&bad)]).unwrap(), Some(0));
-        assert_eq!(job.finish_all(BlockId(0), &[input(&fine), input(&bad)]).unwrap(), Some(1));
-        assert_eq!(job.finish_all(BlockId(0), &[input(&fine)]).unwrap(), None);
-        conclude(&twin.store, &job).unwrap();
-        drop(job);
-        twin.published(&[good]);
+        assert_eq!(job.finish_all(BlockId(0), &[checked(&bad)]).unwrap(), Some(0));
+        assert_eq!(job.finish_all(BlockId(0), &[checked(&fine), checked(&bad)]).unwrap(), Some(1));
+        assert_eq!(job.finish_all(BlockId(0), &[checked(&fine)]).unwrap(), None);
+        twin.concludes(job, &[good]);
         twin.check("without NaN");
     }
 }
@@ -171,16 +168,10 @@ fn parts_of_a_dropped_sum_of_values_do_not_limit_a_sum_of_gradients() {
         let job = twin.begin_reduce(2).unwrap();
         for block in twin.blocks() {
             let all = sources.each_ref().map(|source| source.plain(&layout, block));
-            let inputs = all.each_ref().map(|bytes| BlockInput {
-                payload: Payload::Plain(bytes),
-                written: None,
-                check: true,
-            });
+            let inputs = all.each_ref().map(|bytes| checked(bytes));
             assert_eq!(job.finish_all(block, &inputs).unwrap(), None);
         }
-        conclude(&twin.store, &job).unwrap();
-        drop(job);
-        twin.published(&sources);
+        twin.concludes(job, &sources);
         twin.check(if single { "in place" } else { "with two copies" });
     }
 }

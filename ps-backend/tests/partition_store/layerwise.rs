@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use common::{BLOCK, noise};
-use half::{bf16, f16};
+use libmodelio::bytes::kernels::Wire;
 use libmodelio::vocabulary::groups::{GroupId, Groups, Overrides, TensorReducers};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
@@ -13,6 +13,8 @@ use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{DataKind, Work};
 use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
 use ps_backend::reducers;
+use test_devices::formulas::{self, Brought, Constants};
+use test_devices::numbers;
 use test_devices::one_by_one::OneByOne;
 
 use crate::common;
@@ -40,14 +42,8 @@ fn encode(model: &ModelLayout, value: impl Fn(usize) -> f32) -> Vec<u8> {
     let (mut bytes, mut element) = (Vec::new(), 0);
     for tensor in model.tensors() {
         assert_eq!(bytes.len() as u64, tensor.bytes.start);
-        for i in element..element + tensor.shape[0] {
-            match tensor.dtype {
-                DType::F64 => bytes.extend(f64::from(value(i)).to_le_bytes()),
-                DType::BF16 => bytes.extend(bf16::from_f32(value(i)).to_le_bytes()),
-                DType::F16 => bytes.extend(f16::from_f32(value(i)).to_le_bytes()),
-                _ => bytes.extend(value(i).to_le_bytes()),
-            }
-        }
+        let values = (element..element + tensor.shape[0]).map(|i| f64::from(value(i)));
+        bytes.extend(numbers::encode(Wire::of(tensor.dtype).unwrap(), values));
         element += tensor.shape[0];
     }
     bytes
@@ -189,20 +185,12 @@ impl Job {
                     let at = element + (at - start) as usize / size;
                     let bytes = (segment.bytes.start - here.start) as usize
                         ..(segment.bytes.end - here.start) as usize;
-                    let values: Vec<f64> = match segment.dtype {
-                        DType::F64 => {
-                            let bytes = weights[bytes].as_chunks::<8>().0;
-                            bytes.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
-                        }
-                        DType::F32 => {
-                            let bytes = weights[bytes].as_chunks::<4>().0;
-                            bytes.iter().map(|bytes| f32::from_le_bytes(*bytes).into()).collect()
-                        }
+                    let values = match segment.dtype {
+                        DType::F64 => numbers::decode(Wire::F64, &weights[bytes]),
+                        DType::F32 => numbers::decode(Wire::F32, &weights[bytes]),
                         _ => {
                             let word = (segment.element - segments[0].element) as usize;
-                            let count = bytes.len() / 2;
-                            let bytes = masters[4 * word..4 * (word + count)].as_chunks::<4>().0;
-                            bytes.iter().map(|bytes| f32::from_le_bytes(*bytes).into()).collect()
+                            numbers::decode(Wire::F32, &masters[4 * word..4 * word + 2 * bytes.len()])
                         }
                     };
                     all[at..at + values.len()].copy_from_slice(&values);
@@ -222,17 +210,9 @@ struct Reference {
 impl Reference {
     /// Takes a step, after the formulas of the papers.
     fn advance(&mut self, job: &Job, version: u64, reducers: &TensorReducers) {
-        let hyper = &job.step.hyper;
-        let [rate, decay, damp, mu, trust, eps] = [
-            hyper.learning_rate,
-            hyper.weight_decay,
-            hyper.dampening,
-            hyper.momentum,
-            hyper.trust_coefficient,
-            hyper.epsilon,
-        ]
-        .map(|value| value.to_string().parse::<f64>().unwrap());
-        let (b1, b2, t) = (0.9, 0.999, version as i32 + 1);
+        let (hyper, t) = (&job.step.hyper, version + 1);
+        let constants = Constants::of(hyper);
+        let trust = f64::from(hyper.trust_coefficient);
         let mut at = 0;
         for (number, tensor) in job.model.tensors().iter().enumerate() {
             let range = at..at + tensor.shape[0];
@@ -253,44 +233,38 @@ impl Reference {
                 })
                 .collect();
             let norm = |values: &[f64]| values.iter().map(|value| value * value).sum::<f64>().sqrt();
+            let reducer = reducers.of(number).unwrap();
+            let mut of = constants.clone();
+            if reducer == Reducer::Momentum {
+                of.decay = 0.0;
+            }
             let weights = self.weights[range.clone()].to_vec();
+            let stepped = |factor: f64| {
+                let one = |(at, &g): (usize, &f64)| {
+                    let brought = Brought { sum: g, mean: g, gradient: g, total: g, last: None };
+                    let slots = [0, 1].map(|slot| self.slots[slot][range.start + at]);
+                    formulas::step(reducer, &of, (t, factor), &brought, weights[at], slots)
+                };
+                gradient.iter().enumerate().map(one).collect::<Vec<_>>()
+            };
             let (of_weights, of_gradient) = (norm(&weights), norm(&gradient));
-            let [first, second] = &mut self.slots;
-            let (first, second) = (&mut first[range.clone()], &mut second[range.clone()]);
-            let change: Vec<f64> = match reducers.of(number).unwrap() {
-                Reducer::Lars | Reducer::Momentum => {
-                    let ratio = match reducers.of(number).unwrap() {
-                        Reducer::Lars if of_weights > 0.0 && of_gradient > 0.0 => {
-                            trust * of_weights / (of_gradient + decay * of_weights)
-                        }
-                        _ => 1.0,
-                    };
-                    let decay = if reducers.of(number) == Some(Reducer::Momentum) { 0.0 } else { decay };
-                    for ((buffer, g), w) in first.iter_mut().zip(&gradient).zip(&weights) {
-                        let g = ratio * (g + decay * w);
-                        *buffer = if t == 1 { g } else { mu * *buffer + (1.0 - damp) * g };
-                    }
-                    first.iter().map(|buffer| rate * buffer).collect()
+            let factor = match reducer {
+                Reducer::Lars if of_weights > 0.0 && of_gradient > 0.0 => {
+                    trust * of_weights / (of_gradient + of.decay * of_weights)
                 }
                 Reducer::Lamb => {
-                    for ((m, v), g) in first.iter_mut().zip(&mut *second).zip(&gradient) {
-                        (*m, *v) = (b1 * *m + (1.0 - b1) * g, b2 * *v + (1.0 - b2) * g * g);
-                    }
-                    let (c1, c2) = (1.0 - b1.powi(t), 1.0 - b2.powi(t));
-                    let direction: Vec<f64> = first
-                        .iter()
-                        .zip(&*second)
-                        .zip(&weights)
-                        .map(|((m, v), w)| m / c1 / ((v / c2).sqrt() + eps) + decay * w)
-                        .collect();
+                    // What a step with the factor 1 changes.
+                    let direction = stepped(1.0).into_iter().zip(&weights);
+                    let direction: Vec<_> = direction.map(|((new, _), w)| (w - new) / of.rate).collect();
                     let of_direction = norm(&direction);
-                    let ratio =
-                        if of_weights > 0.0 && of_direction > 0.0 { of_weights / of_direction } else { 1.0 };
-                    direction.iter().map(|direction| rate * ratio * direction).collect()
+                    if of_weights > 0.0 && of_direction > 0.0 { of_weights / of_direction } else { 1.0 }
                 }
-                other => panic!("{other} is not here"),
+                _ => 1.0,
             };
-            self.weights[range].iter_mut().zip(change).for_each(|(w, change)| *w -= change);
+            for (i, (new, slots)) in range.clone().zip(stepped(factor)) {
+                self.weights[i] = new;
+                self.slots.iter_mut().zip(slots).for_each(|(slot, value)| slot[i] = value);
+            }
         }
     }
 }

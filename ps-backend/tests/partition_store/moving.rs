@@ -4,10 +4,10 @@ use common::initial_weights;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::wire::DataKind;
-use ps_backend::partition::store::{Home, Limits, PartitionError, PartitionStore};
+use ps_backend::partition::store::{Limits, PartitionError, PartitionStore};
 
 use crate::common;
-use crate::driver::{Source, Twin, Way, bytes_of, conclude, model, partition_of};
+use crate::driver::{Source, Twin, Way, bytes_of, empty, model, partition_of};
 
 const KEPT: [DataKind; 4] = [DataKind::Weights, DataKind::Masters, DataKind::Slot(0), DataKind::Slot(1)];
 
@@ -68,13 +68,7 @@ fn a_partition_that_has_moved_goes_on_as_if_it_had_not() {
         let (stays, mut moves) = (&mut trained(reducer, 3), trained(reducer, 3));
         stays.change(then);
         moves.change(then);
-        let there = PartitionStore::new(
-            partition_of(&model(), |_| true),
-            Reducer::Sgd,
-            Limits::default(),
-            Home::default(),
-        )
-        .unwrap();
+        let there = empty(partition_of(&model(), |_| true), Reducer::Sgd);
         there.begin_at(Version(3), then).unwrap();
         bring(&moves.store, &there);
         moves.moved_to(there);
@@ -94,9 +88,7 @@ fn a_partition_that_has_moved_goes_on_as_if_it_had_not() {
 fn blocks_are_the_same_bit_by_bit_in_whatever_partition() {
     let twin = trained(Reducer::AdamW, 3);
     for modulus in [2, 3] {
-        let partition = partition_of(&model(), |block| block % modulus == 1);
-        let there =
-            PartitionStore::new(partition, Reducer::AdamW, Limits::default(), Home::default()).unwrap();
+        let there = empty(partition_of(&model(), |block| block % modulus == 1), Reducer::AdamW);
         there.begin_at(Version(3), Reducer::AdamW).unwrap();
         bring(&twin.store, &there);
         check_equal(&twin.store, &there);
@@ -117,9 +109,7 @@ fn no_plan_begins_while_kept_state_is_read() {
     let before: Vec<Vec<u8>> =
         KEPT.iter().map(|&what| kept.bytes(BlockId(4), what).unwrap().to_vec()).collect();
     twin.blocks().for_each(|block| twin.finish_block(&job, block, &sources));
-    conclude(&twin.store, &job).unwrap();
-    drop(job);
-    twin.published(&sources);
+    twin.concludes(job, &sources);
     assert!(matches!(twin.begin_reduce(1), Err(PartitionError::Busy)));
     for (what, before) in KEPT.into_iter().zip(before) {
         assert!(kept.bytes(BlockId(4), what).unwrap() == before, "{what:?}");
@@ -134,13 +124,7 @@ fn no_plan_begins_while_kept_state_is_read() {
 fn pieces_that_do_not_fit_are_refused() {
     let twin = trained(Reducer::Adam, 1);
     let (layout, weights) = (&twin.layout, initial_weights(&twin.layout));
-    let there = PartitionStore::new(
-        partition_of(&model(), |_| true),
-        Reducer::Adam,
-        Limits::default(),
-        Home::default(),
-    )
-    .unwrap();
+    let there = empty(partition_of(&model(), |_| true), Reducer::Adam);
     assert!(matches!(there.keep(), Err(PartitionError::Loading)));
     let first = BlockId(0);
     assert!(there.load(first, &weights[bytes_of(layout, first)]).unwrap());

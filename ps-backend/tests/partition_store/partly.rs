@@ -9,15 +9,15 @@ use common::{encode, initial_weights, noise};
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Work;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
-use ps_backend::partition::store::{BlockInput, Home, Limits, PartitionJob, PartitionStore, Payload};
+use ps_backend::partition::store::{BlockInput, PartitionJob, PartitionStore, Payload};
 use test_devices::one_by_one::OneByOne;
 
 use crate::common;
-use crate::driver::{bytes_of, conclude, model, partition_of, reduces_all};
+use crate::driver::{bytes_of, checked, conclude, loaded, model, reduces_all, step};
 
 /// Which blocks, by bit; how much of a block is written, in words of four bytes, from where, and how often; all of it
 /// if nothing is said.
@@ -59,18 +59,8 @@ struct Sent {
 
 impl Bench {
     fn new(layout: ModelLayout) -> Bench {
-        let store = PartitionStore::new(
-            partition_of(&layout, |_| true),
-            Reducer::Assign,
-            Limits::default(),
-            Home::default(),
-        )
-        .unwrap();
         let expected = initial_weights(&layout);
-        for block in (0..layout.blocks()).map(BlockId) {
-            store.load(block, &expected[bytes_of(&layout, block)]).unwrap();
-        }
-        store.finish_loading().unwrap();
+        let store = loaded(&layout, Reducer::Assign, &expected);
         Bench { store, layout, expected, version: Version(0), seed: 0 }
     }
 
@@ -151,30 +141,17 @@ impl Bench {
     }
 
     fn reduce(&mut self, plan: &Plan, kept: &[Vec<Vec<Sent>>]) {
-        let step = Step {
-            reducer: Reducer::Assign,
-            hyper: Hyper::default(),
-            contributions: 1,
-            t: 1,
-            ..Step::default()
-        };
         let sent = self.sent(plan);
-        let job = self.store.begin(self.version, reduces_all(&self.store, step, false), true).unwrap();
+        let work = reduces_all(&self.store, step(Reducer::Assign, 1), false);
+        let job = self.store.begin(self.version, work, true).unwrap();
         for block in (0..self.layout.blocks()).map(BlockId) {
             let of_block: Vec<_> = sent.iter().flatten().filter(|sent| sent.block == block).collect();
             match of_block.split_last() {
                 None => assert!(job.finish(block, None).unwrap()),
                 Some((Sent { bytes, written, .. }, before)) => {
                     before.iter().for_each(|sent| Bench::add(&job, sent, plan.in_place));
-                    let last = Payload::Plain(bytes);
-                    assert!(
-                        job.finish_all(
-                            block,
-                            &[BlockInput { payload: last, written: written.as_deref(), check: true }]
-                        )
-                        .unwrap()
-                        .is_none()
-                    );
+                    let last = BlockInput { written: written.as_deref(), ..checked(bytes) };
+                    assert_eq!(job.finish_all(block, &[last]).unwrap(), None);
                 }
             }
         }
@@ -228,27 +205,13 @@ fn masters_of_unchanged_bytes_stay_as_they_are() {
 
 fn masters_stay(publishes: bool) {
     let layout = ModelLayout::blank(u64::from(common::BLOCK), DType::BF16, common::BLOCK).unwrap();
-    let store = PartitionStore::new(
-        partition_of(&layout, |_| true),
-        Reducer::Sum,
-        Limits::default(),
-        Home::default(),
-    )
-    .unwrap();
-    store.load(BlockId(0), &encode(&layout, 0, |_| 1.0)).unwrap();
-    store.finish_loading().unwrap();
+    let store = loaded(&layout, Reducer::Sum, &encode(&layout, 0, |_| 1.0));
     let small = encode(&layout, 0, |_| 1.0 / 1024.0);
     let make = |base: u64, reducer, payload: &[u8], written: Option<&[Range<u32>]>| {
-        let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1, ..Step::default() };
-        let job = store.begin(Version(base), reduces_all(&store, step, true), true).unwrap();
-        assert!(
-            job.finish_all(
-                BlockId(0),
-                &[BlockInput { payload: Payload::Plain(payload), written, check: true }]
-            )
-            .unwrap()
-            .is_none()
-        );
+        let work = reduces_all(&store, step(reducer, 1), true);
+        let job = store.begin(Version(base), work, true).unwrap();
+        let input = BlockInput { written, ..checked(payload) };
+        assert_eq!(job.finish_all(BlockId(0), &[input]).unwrap(), None);
         conclude(&store, &job).unwrap();
     };
     // bfloat16 has no 1 + 2^-10, nor 1 + 3 * 2^-10. It has 1 + 2^-7, which is what 8 of them make.

@@ -11,13 +11,16 @@ use libmodelio::bytes::surplus::UNUSED_FOR;
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::wire::Work;
-use ps_backend::partition::store::{BlockInput, Home, Limits, PartitionError, PartitionStore, Payload};
+use ps_backend::partition::store::{BlockInput, Home, Limits, PartitionError, Payload};
 use test_devices::one_by_one::OneByOne;
 
 use crate::common;
-use crate::driver::{Source, Twin, WAYS, Way, conclude, model, partition_of, reduces_all};
+use crate::driver::{
+    Source, Twin, WAYS, Way, checked, conclude, empty, loaded, loaded_with, model, partition_of, reduces_all,
+    step,
+};
 
 fn twin(reducer: Reducer) -> Twin {
     Twin::new(partition_of(&model(), |_| true), reducer, Hyper::default(), Limits::default())
@@ -30,14 +33,8 @@ fn all(twin: &Twin, seed: usize, way: Way) -> Source {
 #[test]
 fn wide_sums_lose_nothing() {
     let model = ModelLayout::blank(u64::from(BLOCK), DType::BF16, BLOCK).unwrap();
-    let store =
-        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default(), Home::default())
-            .unwrap();
-    store.load(BlockId(0), &encode(&model, 0, |_| -2.0)).unwrap();
-    store.finish_loading().unwrap();
-    let step =
-        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 2, t: 1, ..Step::default() };
-    let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
+    let store = loaded(&model, Reducer::Sum, &encode(&model, 0, |_| -2.0));
+    let job = store.begin(Version(0), reduces_all(&store, step(Reducer::Sum, 2), true), true).unwrap();
     // 2 and 2^-9: bfloat16 has no such number.
     let one = (1.0f32 + 1.0 / 1024.0).to_le_bytes().repeat(BLOCK as usize / 2);
     assert!(job.add(BlockId(0), Payload::Wide(&one)).unwrap());
@@ -50,26 +47,14 @@ fn wide_sums_lose_nothing() {
 #[test]
 fn an_inf_in_a_checked_sum_is_nobodys_fault() {
     let model = ModelLayout::blank(u64::from(BLOCK), DType::F32, BLOCK).unwrap();
-    let store =
-        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default(), Home::default())
-            .unwrap();
-    store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
-    store.finish_loading().unwrap();
-    let step =
-        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1, ..Step::default() };
-    let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
+    let store = loaded(&model, Reducer::Sum, &encode(&model, 0, |_| 1.0));
+    let job = store.begin(Version(0), reduces_all(&store, step(Reducer::Sum, 3), true), true).unwrap();
     let infinite = encode(&model, 0, |_| f32::INFINITY);
     // One learner's would be refused; a sum of two counts.
     assert!(!job.finish(BlockId(0), Some(Payload::Plain(&infinite))).unwrap());
     assert!(matches!(conclude(&store, &job), Err(PartitionError::Unfinished(_))));
-    assert!(
-        job.finish_all(
-            BlockId(0),
-            &[BlockInput { payload: Payload::Plain(&infinite), written: None, check: false }]
-        )
-        .unwrap()
-        .is_none()
-    );
+    let unchecked = BlockInput { check: false, ..checked(&infinite) };
+    assert_eq!(job.finish_all(BlockId(0), &[unchecked]).unwrap(), None);
     conclude(&store, &job).unwrap();
     let newest = store.newest().unwrap();
     assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == f32::INFINITY));
@@ -82,26 +67,10 @@ fn several_payloads_in_one_pass_equal_one_after_the_other() {
 }
 
 fn several_in_one_pass(model: &ModelLayout, with_wide: bool) {
-    let [together, alone] = [(); 2].map(|()| {
-        let store = PartitionStore::new(
-            partition_of(model, |_| true),
-            Reducer::Sum,
-            Limits::default(),
-            Home::default(),
-        )
-        .unwrap();
-        let layout = store.partition().layout();
-        for block in (0..layout.blocks()).map(BlockId) {
-            let bytes = layout.block_bytes(block);
-            store.load(block, &vec![0; (bytes.end - bytes.start) as usize]).unwrap();
-        }
-        store.finish_loading().unwrap();
-        store
-    });
-    let step =
-        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 6, t: 1, ..Step::default() };
+    let zeros = vec![0; model.size() as usize];
+    let [together, alone] = [(); 2].map(|()| loaded(model, Reducer::Sum, &zeros));
     let [one_pass, one_by_one] = [&together, &alone]
-        .map(|store| store.begin(Version(0), reduces_all(store, step.clone(), true), true).unwrap());
+        .map(|store| store.begin(Version(0), reduces_all(store, step(Reducer::Sum, 6), true), true).unwrap());
     let layout = together.partition().layout();
     for block in (0..layout.blocks()).map(BlockId) {
         // Into an empty sum, and into one that holds something.
@@ -135,18 +104,12 @@ fn several_in_one_pass(model: &ModelLayout, with_wide: bool) {
 #[test]
 fn one_pass_names_the_first_checked_payload_with_nan() {
     let model = ModelLayout::blank(u64::from(BLOCK), DType::F32, BLOCK).unwrap();
-    let store =
-        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default(), Home::default())
-            .unwrap();
-    store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
-    store.finish_loading().unwrap();
-    let step =
-        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 4, t: 1, ..Step::default() };
-    let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
+    let store = loaded(&model, Reducer::Sum, &encode(&model, 0, |_| 1.0));
+    let job = store.begin(Version(0), reduces_all(&store, step(Reducer::Sum, 4), true), true).unwrap();
     let good = encode(&model, 0, |_| 1.0);
     let last = BLOCK as usize / 4 - 1;
     let [early, late] = [0, last].map(|at| encode(&model, 0, |i| if i == at { f32::NAN } else { 1.0 }));
-    let part = |bytes, check| BlockInput { payload: Payload::Plain(bytes), written: None, check };
+    let part = |bytes, check| BlockInput { check, ..checked(bytes) };
     let parts = [part(&good, true), part(&early, false), part(&late, true), part(&early, true)];
     assert_eq!(job.add_all(BlockId(0), &parts).unwrap(), Some(2));
 }
@@ -201,16 +164,7 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
     for dtype in [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2] {
         for reducer in [None, Some(Reducer::Assign), Some(Reducer::Sgd)] {
             let model = ModelLayout::blank(u64::from(BLOCK), dtype, BLOCK).unwrap();
-            let held_by = reducer.unwrap_or(Reducer::Sum);
-            let store = PartitionStore::new(
-                partition_of(&model, |_| true),
-                held_by,
-                Limits::default(),
-                Home::default(),
-            )
-            .unwrap();
-            store.load(BlockId(0), &encode(&model, 0, |_| 0.0)).unwrap();
-            store.finish_loading().unwrap();
+            let store = loaded(&model, reducer.unwrap_or(Reducer::Sum), &encode(&model, 0, |_| 0.0));
             let churn = Churn::new(&model);
             let (mut taken, mut refused) = (0, 0);
             let until = Instant::now() + Duration::from_secs(600);
@@ -218,16 +172,7 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
                 let base = store.newest().unwrap().version();
                 let work = match reducer {
                     None => Work::Assign { token: 0 },
-                    Some(reducer) => {
-                        let step = Step {
-                            reducer,
-                            hyper: Hyper::default(),
-                            contributions: 1,
-                            t: 1,
-                            ..Step::default()
-                        };
-                        reduces_all(&store, step, true)
-                    }
+                    Some(reducer) => reduces_all(&store, step(reducer, 1), true),
                 };
                 let job = store.begin(base, work, true).unwrap();
                 if job.finish(BlockId(0), Some(Payload::Plain(churn.bytes()))).unwrap() {
@@ -284,9 +229,7 @@ fn whatever_does_not_fit_is_refused_and_changes_nothing() {
 #[test]
 fn nothing_is_read_or_begun_before_all_is_loaded() {
     let model = floats_layout(3 * BLOCK as usize / 4);
-    let store =
-        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sgd, Limits::default(), Home::default())
-            .unwrap();
+    let store = empty(partition_of(&model, |_| true), Reducer::Sgd);
     let bytes = vec![0; BLOCK as usize];
     assert!(store.load(BlockId(0), &bytes).unwrap());
     assert!(!store.load(BlockId(0), &bytes).unwrap(), "once");
@@ -374,9 +317,7 @@ fn non_finite_values_may_be_accepted() {
     let mut plain = source.plain(&twin.layout, last);
     // Infinity of the last tensor's type.
     *plain.last_mut().unwrap() = 0x7c;
-    let step =
-        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1, ..Step::default() };
-    let work = reduces_all(&twin.store, step, false);
+    let work = reduces_all(&twin.store, step(Reducer::Sum, 1), false);
     let job = twin.store.begin(Version(0), work, false).unwrap();
     for block in twin.blocks().filter(|&block| block != last) {
         assert!(job.finish(block, None).unwrap());
@@ -390,15 +331,9 @@ fn non_finite_values_may_be_accepted() {
 #[test]
 fn an_overflowing_sum_is_nobodys_fault() {
     let model = floats_layout(BLOCK as usize / 4);
-    let store =
-        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default(), Home::default())
-            .unwrap();
-    store.load(BlockId(0), &vec![0; BLOCK as usize]).unwrap();
-    store.finish_loading().unwrap();
+    let store = loaded(&model, Reducer::Sum, &vec![0; BLOCK as usize]);
     let large = f32::MAX.to_le_bytes().repeat(BLOCK as usize / 4);
-    let step =
-        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1, ..Step::default() };
-    let job = store.begin(Version(0), reduces_all(&store, step, false), true).unwrap();
+    let job = store.begin(Version(0), reduces_all(&store, step(Reducer::Sum, 3), false), true).unwrap();
     assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
     assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
     assert!(job.finish(BlockId(0), Some(Payload::Plain(&large))).unwrap());
@@ -552,9 +487,7 @@ fn sums_may_be_prefaulted_while_a_plan_runs() {
         scope.spawn(|| twin.store.sum_memory().iter().for_each(|sums| sums.prefault().unwrap()));
         twin.blocks().for_each(|block| twin.finish_block(&job, block, &sources));
     });
-    conclude(&twin.store, &job).unwrap();
-    drop(job);
-    twin.published(&sources);
+    twin.concludes(job, &sources);
     twin.check("prefaulted beside");
 }
 
@@ -562,17 +495,11 @@ fn sums_may_be_prefaulted_while_a_plan_runs() {
 fn a_computed_block_that_somebody_reads_is_not_written_by_the_plans_after_it() {
     let model = ModelLayout::blank(2 * u64::from(BLOCK), DType::F32, BLOCK).unwrap();
     let limits = Limits { retain: 0, buffers: 3 };
-    let store =
-        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, limits, Home::default()).unwrap();
+    let zeros = vec![0; 2 * BLOCK as usize];
+    let store = loaded_with(partition_of(&model, |_| true), Reducer::Sum, limits, Home::default(), &zeros);
     let block_of = |value: f32| value.to_le_bytes().repeat(BLOCK as usize / 4);
-    for block in [0, 1].map(BlockId) {
-        store.load(block, &block_of(0.0)).unwrap();
-    }
-    store.finish_loading().unwrap();
-    let step =
-        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1, ..Step::default() };
-    let begin =
-        |base| store.begin(Version(base), reduces_all(&store, step.clone(), true), true).expect("a buffer");
+    let work = reduces_all(&store, step(Reducer::Sum, 1), true);
+    let begin = |base| store.begin(Version(base), work.clone(), true).expect("a buffer");
     let adds = |job: &ps_backend::partition::store::PartitionJob, block, value| {
         assert!(job.finish(BlockId(block), Some(Payload::Plain(&block_of(value)))).unwrap());
     };
@@ -613,7 +540,7 @@ fn a_computed_block_that_somebody_reads_is_not_written_by_the_plans_after_it() {
     adds(&job, 0, 1.0);
     read.push(job.early(BlockId(0)).expect("it is computed"));
     drop(job);
-    let again = || store.begin(Version(4), reduces_all(&store, step.clone(), true), true);
+    let again = || store.begin(Version(4), work.clone(), true);
     assert!(matches!(again(), Err(PartitionError::Busy)));
     read.pop();
     assert!(again().is_ok(), "the buffer is not read");

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
-use ps_backend::partition::store::{Home, Limits, PartitionError, PartitionStore};
+use ps_backend::partition::store::{Limits, PartitionError};
 use test_devices::one_by_one::OneByOne;
 
-use crate::driver::{Source, Twin, WAYS, conclude, model, partition_of};
+use crate::driver::{Source, Twin, WAYS, conclude, empty, model, partition_of};
 
 /// What `begin` gives once the last job is gone, which other threads may hold a little longer.
 fn soon<T>(mut begin: impl FnMut() -> Result<T, PartitionError>) -> T {
@@ -87,7 +87,7 @@ fn blocks_are_loaded_once_from_any_source() {
     let partition = partition_of(&model, |block| block % 2 == 0);
     let layout = partition.layout().clone();
     let weights = crate::common::initial_weights(&layout);
-    let store = PartitionStore::new(partition, Reducer::Adam, Limits::default(), Home::default()).unwrap();
+    let store = empty(partition, Reducer::Adam);
     let taken = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..3 {

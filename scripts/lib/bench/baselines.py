@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 from machine import ROOT, existing, finished, require, say
-from programs import START_DEADLINE, Peer, Program, end_with_parent
+from programs import START_DEADLINE, Peer, Program, end_with_parent, libc
 
 from bench.jobs import Rival
 
@@ -100,12 +100,11 @@ def add(stack, binaries, size, *_):
 # congestion control that a machine uses by default may cost loopback TCP half its speed (BBR does).
 
 _CLONE_NEWNET, _SIOCSIFFLAGS, _IFF_UP_RUNNING = 0x4000_0000, 0x8914, 0x1 | 0x40
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def move():
     """Moves this process to a new namespace with Reno; False where that is not permitted."""
-    if _libc.unshare(_CLONE_NEWNET):
+    if libc.unshare(_CLONE_NEWNET):
         return False
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP_RUNNING))
@@ -116,7 +115,7 @@ def move():
 def join(pid):
     """Moves this process to the namespace of another one."""
     with open(f"/proc/{pid}/ns/net") as namespace:
-        if _libc.setns(namespace.fileno(), _CLONE_NEWNET):
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
 
 

@@ -1,4 +1,4 @@
-"""Draws throughput against block size, timelines, and accuracy against time and more."""
+"""Draws throughput against block size, and accuracy against time and more."""
 
 import matplotlib
 
@@ -21,7 +21,7 @@ TRANSPORTS = {
     "dynamic": ("#d55e00", "RDMA, fetched"),
     "static": ("#009e73", "RDMA, placed"),
 }
-WAYS = {"pipelined": ("o", "-", "pipelined"), "sync": ("s", "--", "sync")}
+WAYS = {"pipelined": ("o", "-"), "sync": ("s", "--")}
 PANELS = {
     "push": ("Push: gradients to the shard", "block size of the model"),
     "pull": ("Pull: weights from the shard", "block size of the model"),
@@ -30,68 +30,53 @@ PANELS = {
 NOTE = (
     "One learner and one shard on one host; shm: shared memory. Push and pull: pipelined, 64 MiB with as many "
     "blocks on their way as fit; sync, a model of one block,\nso that each waits for the one before, and which stays in "
-    "the CPU's cache. write(2), on a scale of its own: all 256 MiB until fsync says that they count;\npipelined, 16 "
+    "the CPU's cache. write(2): all 256 MiB until fsync says that they count;\npipelined, 16 "
     "writes in flight (libaio); sync, one (psync); the model's blocks are 256 KiB."
 )
 POLICIES = {"on-demand": ("#d55e00", ":"), "eager": ("#0072b2", "--"), "adaptive": ("#009e73", "-")}
-LANES = {"compute": "#999999", "push": "#d55e00", "pull": "#0072b2", "bubble": "#a6d8f5", "stall": "#cc3377"}
 METHODS = {"sync": "#0072b2", "sma": "#d55e00"}
 # Colours of many lines, which stay apart for colour-blind readers.
 LINES = ("#000000", "#999999", "#e69f00", "#f0e442", "#56b4e9", "#0072b2", "#003f63", "#d55e00", "#009e73", "#cc79a7")
-# The least distance of two labels, as a share of the height.
-LABELS_APART = 0.055
 
 
-def draw_sizes(series, sizes, model, path):
-    """Writes `path`.svg and .png for {job: [GiB/s at each of `sizes`]}; gives the paths."""
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    x = [int(size[:-1]) << {"k": 10, "m": 20}[size[-1]] for size in sizes]
-    for job, values in series.items():
+def draw_sizes(panels, path, unit, note=""):
+    """Writes `path`.svg and .png for {title: (what has the sizes, {name: (style, {size in bytes: rate})})}; gives the paths."""
+    width = 4 + 5 * len(panels)
+    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(width, 5), layout="constrained", squeeze=False)
+    for axes, (title, (of, lines)) in zip(all_axes[0], panels.items()):
+        for name, (style, values) in lines.items():
+            axes.plot(*zip(*sorted(values.items())), label=name, markersize=6, **style)
+        sizes = sorted(set().union(*(values for _, values in lines.values())))
+        axes.set_xscale("log", base=2)
+        # Without the unit they fit.
+        axes.set_xticks(sizes, [size_words(size).replace(" ", "").removesuffix("iB") for size in sizes])
+        axes.minorticks_off()
+        axes.set(xlabel=of, ylabel=f"throughput ({unit})")
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        _plain(axes, title)
+    return _save(figure, path, note)
+
+
+def draw_jobs(points, model, path):
+    """The same for {(job of fio-jobs/, size): GiB/s}."""
+    lines = {}
+    for (job, size), rate in points.items():
         face, engine = job.rsplit("-", 1)
         marker, line = ENGINES[engine]
-        style = {"color": COLOURS[face], "marker": marker, "linestyle": line, "markersize": 6}
-        axes.plot(x, values, label=f"{face}, {engine}", **style)
-    _finish(axes, x, "throughput (GiB/s)", f"gradfs: throughput against block size, {model}")
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    return _save(figure, path)
+        style = {"color": COLOURS[face], "marker": marker, "linestyle": line}
+        lines.setdefault(f"{face}, {engine}", (style, {}))[1][int(size[:-1]) << {"k": 10, "m": 20}[size[-1]]] = rate
+    return draw_sizes({f"gradfs: throughput against block size, {model}": ("block size", lines)}, path, "GiB/s")
 
 
 def draw_network(series, path, note=NOTE, unit="GB/s"):
-    """Writes `path`.svg and .png for {(what, transport, way): {size in bytes: rate}}; gives the paths."""
-    shown = {what: PANELS[what] for what in PANELS if any(key[0] == what for key in series)}
-    width = 14 / 3 * len(shown) + (3 - len(shown))
-    figure, panels = pyplot.subplots(1, len(shown), figsize=(width, 4.8), layout="constrained")
-    tops = {what: 1.06 * max(max(series[key].values()) for key in series if key[0] == what) for what in shown}
-    tops["push"] = tops["pull"] = max(tops["push"], tops["pull"])
-    for axes, (what, (title, of)) in zip(panels, shown.items()):
-        lines = {key[1:]: values for key, values in series.items() if key[0] == what}
-        for (transport, way), values in lines.items():
-            marker, line, _ = WAYS[way]
-            style = {"color": TRANSPORTS[transport][0], "marker": marker, "linestyle": line, "markersize": 6}
-            axes.plot(*zip(*sorted(values.items())), **style)
-        sizes = sorted(set().union(*lines.values()))
-        _finish(axes, sizes, f"throughput ({unit})" if what != "pull" else "", title, of)
-        # Without the unit they fit.
-        axes.set_xticks(sizes, [size_words(size).replace(" ", "").removesuffix("iB") for size in sizes])
-        axes.set_ylim(0, tops[what])
-        _label(axes, {key: values[max(values)] / tops[what] for key, values in lines.items()})
-    return _save(figure, path, note)
-
-
-def draw_timelines(panels, path, length, note):
-    """Writes `path`.svg and .png for {title: {lane: [(begin, end)]}}, in ms up to `length`; gives the paths."""
-    figure, all_axes = pyplot.subplots(len(panels), 1, figsize=(11, 2.1 * len(panels)), layout="constrained", sharex=True)
-    for axes, (title, lanes) in zip(all_axes, panels.items()):
-        for row, (lane, colour) in enumerate(LANES.items()):
-            bars = [(begin, end - begin) for begin, end in lanes[lane]]
-            # Edges tell bars that touch.
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6)
-        stalled = sum(end - begin for begin, end in lanes["stall"]) / length
-        axes.set_yticks(range(len(LANES)), list(LANES))
-        axes.set(ylim=(len(LANES) - 0.5, -0.5), xlim=(0, length))
-        _plain(axes, f"{title}: the learner waits for {stalled:.0%} of the time", "x")
-    all_axes[-1].set_xlabel("time (ms)")
-    return _save(figure, path, note)
+    """The same for {(what, transport, way): {size in bytes: rate}}."""
+    panels = {}
+    for (what, transport, way), values in series.items():
+        (title, of), (colour, name), (marker, line) = PANELS[what], TRANSPORTS[transport], WAYS[way]
+        style = {"color": colour, "marker": marker, "linestyle": line}
+        panels.setdefault(title, (of, {}))[1][f"{name}, {way}"] = style, values
+    return draw_sizes(panels, path, unit, note)
 
 
 def draw_accuracy(panels, path, reached, note):
@@ -137,34 +122,9 @@ def draw_learning(found, numbers, path, reached):
     return _save(figure, path)
 
 
-def _label(axes, ends):
-    """Writes each line's name beside its end, {(transport, way): share of the height}, but none over another."""
-    ends = sorted(ends.items(), key=lambda end: end[1])
-    places = [max(0.02, ends[0][1])]
-    for _, place in ends[1:]:
-        places.append(max(place, places[-1] + LABELS_APART))
-    highest = 0.98
-    for index in reversed(range(len(places))):
-        places[index] = min(places[index], highest)
-        highest = places[index] - LABELS_APART
-    for ((transport, way), _), place in zip(ends, places):
-        colour, name = TRANSPORTS[transport]
-        style = {"xycoords": "axes fraction", "va": "center", "color": colour, "fontsize": 9.5}
-        axes.annotate(f"{name}, {WAYS[way][2]}", (1.02, place), **style)
-
-
-def _finish(axes, sizes, unit, title, of="block size"):
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [size_words(size) for size in sizes])
-    axes.minorticks_off()
-    axes.set(xlabel=of, ylabel=unit)
-    axes.set_ylim(bottom=0)
-    _plain(axes, title, size=10)
-
-
-def _plain(axes, title, which="both", size=11):
-    axes.set_title(title, loc="left", fontsize=size)
-    axes.grid(axis=which, color="#dddddd", linewidth=0.8)
+def _plain(axes, title):
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 

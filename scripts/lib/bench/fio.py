@@ -1,12 +1,11 @@
 """Runs the jobs of fio-jobs/ and reads what they measured."""
 
 import json
-import os
-import signal
-import subprocess
-from contextlib import suppress
+import tempfile
+from pathlib import Path
 
 from machine import GIB, ROOT, Failed
+from programs import Program
 
 DEADLINE = 300.0
 
@@ -23,26 +22,21 @@ def rate(job, parameters, expected_bytes=None, options=(), cwd="/tmp"):
     runs, so that is `cwd`.
     """
     reads = "-read" in job
-    command = ["fio", "--output-format=json", *options, *(["--readonly"] if reads else []), f"{ROOT}/fio-jobs/{job}.fio"]
-    process = subprocess.Popen(
-        command, cwd=cwd, env={**os.environ, **parameters}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    words = " ".join([job, "with", *(f"{name}={value}" for name, value in parameters.items())])
-    try:
-        output, errors = process.communicate(timeout=DEADLINE)
-    except BaseException as error:
-        # It leads its own process group, which holds the jobs it forked.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise Failed(f"{words} takes longer than {DEADLINE:.0f} s") from error
-        raise
-    start = output.find("{")
-    jobs = json.loads(output[start:])["jobs"] if start >= 0 else []
-    if process.returncode or not jobs or any(entry["error"] for entry in jobs):
-        raise Failed(f"{words} failed: {errors.strip() or output.strip()}")
-    side = jobs[0]["read" if reads else "write"]
+    with tempfile.TemporaryDirectory(prefix="gradfs-fio-") as scratch:
+        result = Path(scratch, "json")
+        command = ["env", f"--chdir={cwd}", "fio", "--output-format=json", f"--output={result}", *options]
+        command += [*(["--readonly"] if reads else []), f"{ROOT}/fio-jobs/{job}.fio"]
+        words = " ".join([job, "with", *(f"{name}={value}" for name, value in parameters.items())])
+        program = Program(command, Path(scratch, "log"), words, parameters)
+        try:
+            said = program.finish(DEADLINE)
+        finally:
+            program.stop()
+        output = result.read_text()
+    found = json.loads(output[output.find("{") :])["jobs"] if "{" in output else []
+    if not found or any(entry["error"] for entry in found):
+        raise Failed(f"{words} failed: {said.strip() or output.strip()}")
+    side = found[0]["read" if reads else "write"]
     if expected_bytes not in (None, side["io_bytes"]):
         raise Failed(f"{words} moved {side['io_bytes']} of {expected_bytes} bytes")
     return side["io_bytes"] / GIB / (side["runtime"] / 1000)

@@ -9,14 +9,12 @@ import os
 import platform
 import tempfile
 from contextlib import ExitStack
-from functools import cached_property
 from pathlib import Path
 
-from machine import GIB, Failed, Quiet, build, existing, main, require_fuse, say
-from netns import NotPermitted
+from machine import GIB, build, existing, main, require_fuse, say, warn_if_busy
 from report import print_figures, write_json
 
-from bench.against import PASSES, Comparison, report, sides
+from bench.against import PASSES, Comparison, report
 
 QUICK = "less of everything: below 45 s once it is built"
 
@@ -30,22 +28,10 @@ class Bench:
         self.chart = getattr(options, "chart", None)
         self.against = getattr(options, "against", None)
         self.passes = PASSES if self.against else 1
-        self.comparisons = []
-
-    @cached_property
-    def quiet(self):
-        return Quiet(self.options.wait_idle)
-
-    @cached_property
-    def work(self):
-        """A directory that goes away in the end."""
+        self.comparisons, self.only_look = [], options.no_build
+        # A directory that goes away in the end.
         made = tempfile.TemporaryDirectory(prefix="gradfs-bench-", ignore_cleanup_errors=True)
-        return Path(self.stack.enter_context(made))
-
-    @property
-    def only_look(self):
-        """Whether nothing is built."""
-        return self.options.no_build
+        self.work = Path(stack.enter_context(made))
 
     def binaries(self, *names):
         """Paths of what machine.build knows; of --binary, and what lies beside it."""
@@ -59,10 +45,6 @@ class Bench:
         require_fuse()
         found = self.binaries("gradfs", *examples)
         return found if examples else found[0]
-
-    def sides(self, new):
-        """{side: binary}, of one side or both."""
-        return sides(new, self.against)
 
     def compare(self, names, new, old, words, **options):
         """Notes what the passes of both sides found, as Comparison has it."""
@@ -101,7 +83,6 @@ def arguments(name, suite, words):
     if hasattr(suite, "CHART"):
         path("--chart", "DIR", suite.CHART)
     path("--binary", "FILE", "this gradfs, and examples/ beside it; gradfs is not built")
-    parser.add_argument("--wait-idle", metavar="SECONDS", type=float, default=0, help="patience with other programs")
     parser.add_argument("--no-build", action="store_true", help="use the binaries that are there")
     if hasattr(suite, "options"):
         suite.options(parser)
@@ -125,12 +106,10 @@ def start(name, suite, words):
 
     def run():
         say(machine_words())
+        warn_if_busy()
         with ExitStack() as stack:
             bench = Bench(stack, options)
-            try:
-                figures = suite.run(bench)
-            except NotPermitted as error:
-                raise Failed(f"hosts cannot be had here: {error}") from error
+            figures = suite.run(bench)
         if shown := [figure for figure in figures if figure.ours or figure.target or figure.unit in ("ratio", "models")]:
             print()
             print_figures(shown)

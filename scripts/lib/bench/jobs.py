@@ -5,6 +5,7 @@ They and the baselines of scripts/baselines obey the same lines (common.h there)
 """
 
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -39,10 +40,13 @@ class Measurement:
 
 
 class Rival:
-    """Learners that do the same at once. They end with `stack`; the CPU time of `pids` counts besides theirs."""
+    """Learners that do the same at once. They end with `stack`; the CPU time of `pids` counts besides theirs.
 
-    def __init__(self, stack, commands, pids=(), env=None):
-        self.pids, self.pushes, self.peers = list(pids), 0, []
+    Where one of them `prepares`, none begins a round while another still does.
+    """
+
+    def __init__(self, stack, commands, pids=(), env=None, prepares=False):
+        self.pids, self.pushes, self.peers, self.prepares = list(pids), 0, [], prepares
         stack.callback(self.stop)
         for command in commands:
             self.peers.append(Peer(command, env))
@@ -63,6 +67,8 @@ class Rival:
 
     def round(self, what):
         """Has every learner do `what`; gives a Measurement."""
+        if self.prepares:
+            self.ask("prepare", "prepare")
         before = sum(map(cpu_seconds, self.pids))
         answers = self.ask(f"round {what}", what)
         self.pushes += what not in PULLS
@@ -82,15 +88,21 @@ class Rival:
         self.ask(f"check {self.pushes}", "check")
 
 
-def turns(bench, acts, count, warm_up=0):
-    """Has each of {name: a call that gives numbers} take turns; gives {name: all numbers} without those of the warm-up."""
-    found = {name: [] for name in acts}
+def turns(acts, count, warm_up=0, order="same", rivals=()):
+    """Has each of {name: a call that gives numbers} take turns; gives {name: all numbers} without those of the warm-up.
+
+    The order may `alternate`, or be `shuffled` for each turn; it is the same in every run. In the end, what `rivals` have
+    must be right."""
+    found, names, shuffle = {name: [] for name in acts}, list(acts), random.Random(0).shuffle
     for turn in range(warm_up + count):
-        for name, act in acts.items():
-            bench.quiet.wait()
-            numbers = act()
+        if order == "shuffled":
+            shuffle(names)
+        for name in reversed(names) if order == "alternate" and turn % 2 else names:
+            numbers = acts[name]()
             if turn >= warm_up:
                 found[name] += numbers
+    for rival in rivals:
+        rival.check()
     return found
 
 
@@ -134,7 +146,7 @@ class Cluster:
         """A mount of the model; gives its directory there, and the daemon."""
         mountpoint = self.directory / name
         command = [self.gradfs, "mount", mountpoint, MODEL, "--registry", self.registry, "--threads", 2, *options]
-        daemon = stack.enter_context(mounted(command, mountpoint, f"{MODEL}/weights"))
+        daemon = stack.enter_context(mounted(command, mountpoint))
         return mountpoint / MODEL, daemon
 
 
@@ -143,21 +155,13 @@ def _is_mounted(path):
         return any(line.split(" ")[1] == str(path) for line in lines)
 
 
-def _answers(path):
-    # Asked by another process: a daemon that hangs must not hang the run.
-    try:
-        return subprocess.run(["test", "-e", path], timeout=5).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
-
-
 @contextmanager
-def mounted(command, mountpoint, answers):
-    """A daemon for as long as the block lasts; enters it once `answers` exists below its mount."""
+def mounted(command, mountpoint, says="gradfs: ready"):
+    """A daemon for as long as the block lasts; enters it once there is its mount, and it has said so."""
     mountpoint.mkdir(parents=True)
     try:
         with Program(command, mountpoint.with_suffix(".log")) as daemon:
-            daemon.wait_until(lambda: _is_mounted(mountpoint) and _answers(mountpoint / answers))
+            daemon.wait_until(lambda: _is_mounted(mountpoint) and says in daemon.said())
             yield daemon
     finally:
         if _is_mounted(mountpoint):
@@ -169,7 +173,7 @@ def up(gradfs, mountpoint, source, *options, dtype="f32"):
     """`gradfs up` with a blank model of so many bytes, or one from a file; gives its directory below the mount."""
     model = [source] if isinstance(source, Path) else ["--size", source, "--dtype", dtype]
     command = [gradfs, "up", "--name", MODEL, "--threads", 2, *options, *model, mountpoint]
-    with mounted(command, mountpoint, f"{MODEL}/weights"):
+    with mounted(command, mountpoint):
         yield mountpoint / MODEL
 
 
@@ -177,16 +181,8 @@ def up(gradfs, mountpoint, source, *options, dtype="f32"):
 def sink(binary, mountpoint, size, mode):
     """The filesystem to beat, with one file `gradients`; gives the directory it is in."""
     command = [binary, "--size", size, "--mode", mode, "--threads", 2, mountpoint]
-    with mounted(command, mountpoint, "gradients"):
+    with mounted(command, mountpoint, says=""):
         yield mountpoint
-
-
-def joined(model, count):
-    """Directories of so many new learners."""
-    directories = [Path(model) / "learners" / f"bench{rank}" for rank in range(count)]
-    for directory in directories:
-        directory.mkdir()
-    return directories
 
 
 def library(stack, cluster, program, learners=1, processes=None, options=()):
@@ -200,5 +196,13 @@ def library(stack, cluster, program, learners=1, processes=None, options=()):
 def on_files(stack, model, way, learners=1, pids=(), pieces=None):
     """Learners by files of a mount, each a process; `way` is one of lib/work/learner.py."""
     common = ["--way", way, "--learners", learners, *(["--pieces", pieces] if pieces else [])]
-    places = enumerate(joined(model, learners))
-    return Rival(stack, [[sys.executable, LEARNER, place, "--rank", rank, *common] for rank, place in places], pids)
+    places = [model / "learners" / f"bench{rank}" for rank in range(learners)]
+    for place in places:
+        place.mkdir()
+    commands = [[sys.executable, LEARNER, place, "--rank", rank, *common] for rank, place in enumerate(places)]
+    return Rival(stack, commands, pids, prepares=True)
+
+
+def on_model(stack, model, way):
+    """A learner that has not joined, by the files of the model itself."""
+    return Rival(stack, [[sys.executable, LEARNER, model, "--way", way]], prepares=True)

@@ -164,20 +164,13 @@ class Guest:
         command, more = self._command()
         # A terminal's Ctrl-C is for this program, which ends the machines.
         interactive = self._settings.interactive
-        parent = os.getpid()
-
-        def before_exec():
-            end_with_parent(signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
         try:
             with open(self.folder / "qemu.log", "wb") as log:
                 self.process = subprocess.Popen(
                     command, stdin=None if interactive else subprocess.DEVNULL,
                     stdout=None if interactive else log, stderr=log, env={**os.environ, **more},
                     pass_fds=[self._link.fileno()] if self._link else [],
-                    start_new_session=not interactive, preexec_fn=before_exec,
+                    start_new_session=not interactive, preexec_fn=lambda: end_with_parent(signal.SIGKILL),
                 )
         except FileNotFoundError as error:
             raise Failed(f"{error.filename} is not there any more: scripts/rdma-vm setup") from error

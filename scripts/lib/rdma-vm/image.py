@@ -22,10 +22,6 @@ RECIPE = 2
 PATIENCE = 1800.0
 
 
-class CannotBeHad(Failed):
-    """This machine cannot have virtual machines of this kind; the reason is for people."""
-
-
 def folder():
     """Where images are kept."""
     named = os.environ.get("GRADFS_RDMA_VM")
@@ -63,6 +59,13 @@ def current():
     link = folder() / f"current.r{RECIPE}"
     path = Path(os.path.realpath(link))
     return Image(path) if link.is_symlink() and (path / "about.json").exists() else None
+
+
+def required():
+    """The same, which must be there."""
+    if there := current():
+        return there
+    raise Failed("not set up yet: scripts/rdma-vm setup")
 
 
 @contextmanager

@@ -14,11 +14,13 @@ import struct
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import image
-from image import CannotBeHad, Image
-from machine import MIB, ROOT, Failed, say
+from image import Image
+from machine import MIB, CannotBeHad, Failed, finished, say
+from programs import output_of
 
 DEADLINE = 1800.0
 HERE = Path(__file__).resolve().parent
@@ -46,21 +48,7 @@ APT_OPTIONS += ("Acquire::http::Timeout=60", "Acquire::https::Timeout=60")
 APT_OPTIONS += ("Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false",)
 
 
-def command(words, what, **options):
-    """Runs a program; what it prints is shown only when it fails."""
-    try:
-        done = subprocess.run(
-            [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            timeout=DEADLINE, check=False, **options
-        )
-    except FileNotFoundError as error:
-        raise CannotBeHad(f"{what}: {words[0]} is not there") from error
-    except subprocess.TimeoutExpired as error:
-        raise Failed(f"{what}: {words[0]} took longer than {DEADLINE:.0f} s") from error
-    if done.returncode:
-        said = done.stdout.decode(errors="replace").strip().splitlines()[-8:]
-        raise Failed("\n  ".join([f"{what}: {words[0]} failed with {done.returncode}", *said]))
-    return done.stdout.decode(errors="replace")
+command = partial(output_of, timeout=DEADLINE)
 
 
 class Apt:
@@ -74,11 +62,9 @@ class Apt:
         places = f"Dir::State::lists={lists}", f"Dir::Cache={cache}", f"Dir::Cache::archives={self.packages}"
         self.options = [f"-o{option}" for option in (*places, *APT_OPTIONS)]
 
-    def call(self, program, *words, what="asking apt", **options):
+    def call(self, program, *words, **options):
         try:
-            return command([program, "-q", *self.options, *words], what, **options)
-        except CannotBeHad:
-            raise
+            return command(program, "-q", *self.options, *words, **options)
         except Failed as error:
             raise CannotBeHad(f"packages cannot be had: {error}") from error
 
@@ -91,12 +77,12 @@ class Apt:
         return dict(re.findall(r"^([A-Z][\w-]*): (.*)$", text, re.MULTILINE)) or None
 
     def download(self, *packages):
-        self.call("apt-get", "download", *packages, what="fetching packages", cwd=self.packages)
+        self.call("apt-get", "download", *packages, cwd=self.packages)
 
     def with_libraries(self, *packages):
         """Fetches `packages`, and what they depend on and the host lacks."""
         words = ["install", "-y", "-d", "--reinstall", "--no-install-recommends", *packages]
-        self.call("apt-get", *words, what="fetching packages")
+        self.call("apt-get", *words)
 
     def take(self):
         """The packages that have been fetched since the last time."""
@@ -110,7 +96,7 @@ class Apt:
 def unpack(packages, to):
     to.mkdir(parents=True, exist_ok=True)
     for package in packages:
-        command(["dpkg-deb", "-x", package, to], "unpacking")
+        command("dpkg-deb", "-x", package, to)
 
 
 def merge_usr(tree):
@@ -134,7 +120,7 @@ def check_host():
     if missing:
         say(f"installing {', '.join(missing)}")
         try:
-            command([ROOT / "scripts" / "setup", *(f"package:{name}" for name in missing)], "installing")
+            finished("scripts/setup", *(f"package:{name}" for name in missing))
         except Failed as error:
             raise CannotBeHad(f"{', '.join(missing)} missing (as root: apt-get install {' '.join(missing)})") from error
 
@@ -181,7 +167,7 @@ def build_siw(work, packages, release):
     # The source is a tar.xz in a package.
     inner = f"tar -xJ -C {into} --wildcards --strip-components={SIW.count('/') + 1} '*/{SIW}*'"
     pipe = f"dpkg-deb --fsys-tarfile {source} | tar -xO --wildcards '*.tar.xz' | {inner}"
-    command(["bash", "-o", "pipefail", "-c", pipe], "unpacking the source of siw")
+    command("bash", "-o", "pipefail", "-c", pipe)
     headers = tree / "usr/src" / f"linux-headers-{release}"
     common = f"linux-headers-{release.removesuffix('-amd64')}-common"
     makefile = headers / "Makefile"
@@ -190,7 +176,7 @@ def build_siw(work, packages, release):
     if not (tree / "usr/src" / common).is_dir():
         raise Failed(f"{common} is not among the packages")
     options = ["CONFIG_RDMA_SIW=m", "CONFIG_DEBUG_INFO_BTF_MODULES="]
-    command(["make", "-s", "-j2", "-C", headers, f"M={into}", *options, "modules"], "building siw")
+    command("make", "-s", "-j2", "-C", headers, f"M={into}", *options, "modules")
     return into / "siw.ko"
 
 
@@ -205,7 +191,7 @@ class Modules:
 
     def call(self, name, *words):
         # kmod is what it is called.
-        return command([name, *words], "kernel modules", executable=self.kmod, env=self.environment)
+        return command(name, *words, executable=self.kmod, env=self.environment)
 
     def needed(self, *names):
         """Paths of the modules and what they need, in the order to load them."""
@@ -220,7 +206,7 @@ class Modules:
         to = to / path.name.removesuffix(".xz")
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_bytes(lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes())
-        command(["strip", "-g", to], "kernel modules")
+        command("strip", "-g", to)
         return to
 
 
@@ -245,7 +231,7 @@ def make_initramfs(work, tools, busybox, modules, to):
 def qemu_version(of):
     """What the image's qemu says it is; fails where it does not start."""
     words, more = of.qemu()
-    return command([*words, "--version"], "qemu", env={**os.environ, **more}).splitlines()[0]
+    return command(*words, "--version", env={**os.environ, **more}).splitlines()[0]
 
 
 def make(work):
@@ -255,7 +241,7 @@ def make(work):
     apt = Apt(work)
     say("fetching lists of packages")
     # Without a network it warns, succeeds, and knows nothing; then `show` fails.
-    apt.call("apt-get", "update", what="fetching lists of packages")
+    apt.call("apt-get", "update")
     release, version = choose_kernel(apt)
     bare = release.removesuffix("-amd64")
     series = ".".join(release.split(".")[:2])

@@ -9,7 +9,6 @@
 Each says what it found as JSON in its last line.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -24,18 +23,29 @@ sys.dont_write_bytecode = True
 import digits as shared  # noqa: E402  Before NumPy, whose threads it limits.
 import numpy  # noqa: E402
 import train_digits  # noqa: E402
+from tasks import main, say, task  # noqa: E402
 
 HIDDEN = 256
 CHUNK, BATCH = 64 << 10, 64
 
 
-def learn(options):
+def real(path):
+    return Path(os.path.realpath(path))
+
+
+# A training that learners of examples/ share.
+JOB = {"learners": 2, "epochs": 25, "batch": BATCH, "lr": 0.1, "seed": 0}
+
+
+@task(("model", real), rank=0, mmap=False, **JOB)
+def digits(options):
     """One learner of the training."""
     clock = train_digits.learner(options, options.rank)
-    print(json.dumps({"steps": clock.steps, "seconds": sum(clock.seconds.values()), "laps": clock.seconds}))
+    say({"steps": clock.steps, "seconds": sum(clock.seconds.values()), "laps": clock.seconds})
 
 
-def check(options):
+@task(("model", real), initial=Path(), **JOB)
+def digits_check(options):
     """The last line comes only if nothing was missed."""
     layout = shared.Layout(options.model)
     with open(options.initial, "rb") as file:
@@ -48,7 +58,7 @@ def check(options):
     reference = train_digits.train_alone(options, layout, initial)
     # Ends this program with what was missed.
     shared.check(options, layout, trained, reference, accuracy, version)
-    print(json.dumps({"accuracy": accuracy, "version": version}))
+    say({"accuracy": accuracy, "version": version})
 
 
 def contribute(path, gradient, compute):
@@ -65,13 +75,13 @@ def contribute(path, gradient, compute):
         os.close(file)
 
 
+@task(("model", real), rank=0, steps=0, compute=0.0, **JOB)
 def slow(options):
     """All steps; each computes for --compute seconds besides."""
     model, rank = options.model, options.rank
     images, labels, test_images, test_labels = shared.load_data()
     layout = shared.Layout(model)
-    job = SimpleNamespace(batch=BATCH, seed=0)
-    epochs = (shared.epoch_batches(images, labels, job, epoch) for epoch in count())
+    epochs = (shared.epoch_batches(images, labels, options, epoch) for epoch in count())
     directory = model / "learners" / f"learner{rank}"
     gradient, opened = numpy.empty(layout.elements, numpy.float32), []
     directory.mkdir()
@@ -88,7 +98,7 @@ def slow(options):
     # Afterwards: it takes as long as a step.
     of = train_digits.accuracy_of
     curve = [(seconds, of(layout.views(weights), test_images, test_labels)) for seconds, weights in opened]
-    print(json.dumps({"curve": curve if rank == 0 else [], "stall": stall}))
+    say({"curve": curve if rank == 0 else [], "stall": stall})
 
 
 class Perceptron:
@@ -156,15 +166,7 @@ class LeNet:
 NETWORKS = {"perceptron": Perceptron, "lenet": LeNet}
 
 
-def shares(images, labels, case, epoch):
-    """This learner's share of each batch of all learners."""
-    order = numpy.random.default_rng([case["seed"], epoch]).permutation(len(images))
-    of_all = case["batch"] * case["learners"]
-    for start in range(0, len(order) - of_all + 1, of_all):
-        mine = order[start + case["rank"] * case["batch"] :][: case["batch"]]
-        yield images[mine], labels[mine]
-
-
+@task(("model", real), ("case", json.loads))
 def way(options):
     """All epochs of the case, a JSON object.
 
@@ -172,7 +174,7 @@ def way(options):
     of SGD by itself, and writes the weights that it has come to. Learner 0 looks after each epoch at how many held-out
     digits the model finds.
     """
-    case, model = json.loads(options.case), options.model
+    case, model = options.case, options.model
     network = NETWORKS[case["network"]]()
     images, labels, test_images, test_labels = shared.load_data()
     directory = model / "learners" / f"learner{case['rank']}"
@@ -189,10 +191,12 @@ def way(options):
         # Bytes that the mount has sent so far.
         return json.loads((model / "status.json").read_text())["payload"]["pushed_bytes"]
 
+    job = SimpleNamespace(batch=case["batch"] * case["learners"], seed=case["seed"])
     inner, rate, curve, waiting = case["inner"], numpy.float32(case["rate"]), [], []
     begin, before = time.monotonic(), pushed()
     for epoch in range(case["epochs"]):
-        for batch in shares(images, labels, case, epoch):
+        for of_all in shared.epoch_batches(images, labels, job, epoch):
+            batch = [shared.share(part, case["rank"], case["learners"]) for part in of_all]
             if not inner:
                 write(network.gradient(read(directory / "weights"), *batch))
                 continue
@@ -209,34 +213,14 @@ def way(options):
             accuracy = network.accuracy(read(model / "weights"), test_images, test_labels)
             curve.append((epoch + 1, sent, seconds, accuracy))
     directory.rmdir()
-    print(json.dumps(curve))
+    say(curve)
 
 
+@task(("model", real), "network")
 def initial(options):
     """The network's first weights, as a file."""
-    options.model.write_bytes(NETWORKS[options.case]().initial().astype("<f4").tobytes())
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tasks = parser.add_subparsers(required=True)
-    for name, task in {"digits": learn, "digits-check": check, "slow": slow}.items():
-        one = tasks.add_parser(name)
-        one.set_defaults(task=task, seed=0)
-        one.add_argument("model", type=lambda path: Path(os.path.realpath(path)), help="directory of the model in the mount")
-        usual = {"rank": 0, "learners": 2, "batch": BATCH, "lr": 0.1, "epochs": 25, "steps": 0, "compute": 0.0}
-        for option, value in usual.items():
-            one.add_argument(f"--{option}", type=type(value), default=value)
-        one.add_argument("--mmap", action="store_true")
-        one.add_argument("--initial", type=Path)
-    for name, task in {"way": way, "initial": initial}.items():
-        one = tasks.add_parser(name)
-        one.set_defaults(task=task)
-        one.add_argument("model", type=lambda path: Path(os.path.realpath(path)))
-        one.add_argument("case")
-    options = parser.parse_args()
-    options.task(options)
+    options.model.write_bytes(NETWORKS[options.network]().initial().astype("<f4").tobytes())
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__)

@@ -9,7 +9,6 @@ last line. All hosts are of one machine, and have one clock.
   publish, await    weights that are published piece by piece, and read on another host (stall)
 """
 
-import argparse
 import json
 import math
 import mmap
@@ -23,35 +22,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-MIB = 1 << 20
-PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-TASKS = PARSER.add_subparsers(required=True)
+sys.dont_write_bytecode = True
 
-
-def task(*arguments, **options):
-    """Makes a function a task: positional `arguments` are (name, type) or names, `options` have types or a default."""
-
-    def add(function):
-        parser = TASKS.add_parser(function.__name__.rstrip("_"))
-        for argument in arguments:
-            name, kind = argument if isinstance(argument, tuple) else (argument, str)
-            many = {"nargs": "+"} if name.endswith("s*") else {}
-            parser.add_argument(name.rstrip("*"), type=kind, **many)
-        for name, default in options.items():
-            if default is False:
-                parser.add_argument(f"--{name}", action="store_true")
-            else:
-                many = {"nargs": "+"} if name == "taken" else {}
-                parser.add_argument(f"--{name}", type=type(default), default=default, **many)
-        parser.set_defaults(task=function)
-        return function
-
-    return add
-
-
-def say(**found):
-    """The last line."""
-    print(json.dumps(found), flush=True)
+from tasks import main, say, task  # noqa: E402
 
 
 def contribute(path, data):
@@ -109,10 +82,10 @@ def steps(options):
         failed = error.strerror
     if not options.stay and failed is None:
         directory.rmdir()
-    say(taken=taken, seconds=took, failed=failed)
+    say({"taken": taken, "seconds": took, "failed": failed})
 
 
-@task(("model", Path), taken=0)
+@task(("model", Path), taken=[])
 def total(options):
     """Whether the weights hold each of the given numbers of steps once: --taken has one for each learner."""
     import numpy
@@ -124,7 +97,7 @@ def total(options):
             expected += parts(rank, step, len(weights))
     version = int((options.model / "version").read_text())
     wrong = int((weights != expected).sum())
-    say(wrong=wrong, version=version, largest=float(numpy.abs(weights - expected).max()))
+    say({"wrong": wrong, "version": version, "largest": float(numpy.abs(weights - expected).max())})
 
 
 # Both ways at once: the server takes so many bytes, sends so many, or does both, and answers with one byte whatever it has
@@ -173,7 +146,7 @@ def ask(options):
                 _move(connection, data, word != PULL, word != PUSH)
                 _take(connection, 1)
                 took[name].append(time.monotonic() - begin)
-    say(**{name: statistics.median(times) for name, times in took.items()})
+    say({name: statistics.median(times) for name, times in took.items()})
 
 
 @task("model", ("rounds", int), "forms*")
@@ -197,7 +170,7 @@ def wire(options):
             used = status(model)["shards"][0]["wire"]
             assert used == form, f"{used} in place of {form}"
     names = "push", "pull", "step"
-    say(**{form: dict(zip(names, map(statistics.median, zip(*times)))) for form, times in found.items()})
+    say({form: dict(zip(names, map(statistics.median, zip(*times)))) for form, times in found.items()})
 
 
 # The asynchronous part of stall. Numbers that a contribution has, unless it has the whole model; all but the trainer's first
@@ -266,36 +239,35 @@ def stall(options):
         pool.shutdown()
     made = [float(line) for line in Path(options.times).read_text().split("\n")[:-1]]
     ages = [have - made[number - 1] for have, number in opens]
-    say(age=sum(ages) / count, stall=stalled / took, pulls=pulled / count)
+    say({"age": sum(ages) / count, "stall": stalled / took, "pulls": pulled / count})
 
 
 class Written:
-    """Chunks by write(2)."""
+    """Chunks by write(2). A step opens the file."""
 
     def __init__(self, learner, data):
-        self.learner, self.data, self.file = learner, data, None
+        self.path, self.data = f"{learner}/gradients", data
 
     def begin(self):
-        """A step."""
-        self.file = os.open(f"{self.learner}/gradients", os.O_WRONLY)
+        self.file = os.open(self.path, os.O_WRONLY)
 
     def chunk(self, start, end):
-        """These bytes are computed."""
         os.pwrite(self.file, self.data[start:end], start)
 
     def end(self):
-        """Of the contribution."""
         os.fsync(self.file)
         os.close(self.file)
 
 
-class Fallocate(Written):
+class Fallocate:
     """Chunks that are stored into the mapped file, and are final then."""
 
+    def __init__(self, learner, data):
+        self.data, self.file = data, os.open(f"{learner}/gradients", os.O_RDWR | os.O_DIRECT)
+        self.memory = mmap.mmap(self.file, len(data))
+
     def begin(self):
-        if self.file is None:
-            self.file = os.open(f"{self.learner}/gradients", os.O_RDWR | os.O_DIRECT)
-            self.memory = mmap.mmap(self.file, len(self.data))
+        """It stays open."""
 
     def chunk(self, start, end):
         self.memory[start:end] = self.data[start:end]
@@ -315,7 +287,6 @@ def overlap(options):
     its share of `compute`, in fsync or close (`end`), and in open."""
     size, chunks, found = options.size, options.chunks, []
     way = {"written": Written, "fallocate": Fallocate}[options.way](options.learner, memoryview(bytes(size)))
-    print("ready", flush=True)
     for _ in range(WARM + options.steps):
         began = time.monotonic()
         way.begin()
@@ -333,7 +304,7 @@ def overlap(options):
         over = time.monotonic()
         taken = {"step": over - began, "compute": computed, "write": written, "end": ended - begin, "open": over - ended}
         found.append(taken)
-    print(json.dumps(found[WARM:]))
+    say(found[WARM:])
 
 
 @task("model", ("size", int), ("piece", int), ("pause", float), ("value", int))
@@ -345,7 +316,7 @@ def publish(options):
         time.sleep(options.pause)
         assert os.write(file, data) == len(data)
     os.close(file)
-    say(at=begin)
+    say({"at": begin})
 
 
 @task("model", ("version", int))
@@ -357,10 +328,8 @@ def await_(options):
     weights = Path(options.model, "weights").read_bytes()
     end = time.monotonic()
     assert set(weights) == {options.version}, "these are other weights"
-    say(at=end)
+    say({"at": end})
 
 
 if __name__ == "__main__":
-    sys.dont_write_bytecode = True
-    asked_for = PARSER.parse_args()
-    asked_for.task(asked_for)
+    main(__doc__)

@@ -1,17 +1,17 @@
 """A learner on files of a mount, as a process: `learner.py DIRECTORY --way WAY [--rank N] [--learners N] [--pieces BYTES]`.
 
 It obeys lines (scripts/baselines/common.h). `push` contributes the whole model from a buffer of its own, `pull` reads the
-version with that into another buffer, and `step` is both. Before the time of a round begins, the gradients are stored
-anew where they lie, as backpropagation does. Whatever else there is by then, `check N` adds N contributions to it.
+version with that into another buffer, and `step` is both. `prepare`, before the time of a round, stores the gradients
+anew where they lie, as backpropagation does. `set_way WAY` goes on in another way, and `set_way WAY mmap` also copies
+weights from a mapping. `glance` looks at two weights.
 
   written  open, write(2) and close
   stored   memcpy into the mapped file, and fsync
   mapped   the gradients are in the mapped file already; fsync
+  synced   write(2) and fsync of a file that stays open
 
 DIRECTORY is a learner's, or with --publish a model's: then `publish` makes a version of a buffer, whose first number is
-another one each time, and `fetch` waits for the version after the last one, by poll(2), and reads it. There is one way more:
-
-  synced   write(2) and fsync of a file that stays open
+another one each time, and `fetch` waits for the version after the last one, by poll(2), and reads it.
 
 Memory is taken from the first line on, so that whoever starts it can put it into a control group before.
 """
@@ -43,6 +43,19 @@ def filled(values, more=0):
     return values
 
 
+def of_all(at, count, learners):
+    """The sum of all learners' gradients there."""
+    return pattern(at, count) * learners + learners * (learners - 1) // 2
+
+
+def check_sums(values, learners, steps):
+    """The array holds so many steps of all learners."""
+    for at in range(0, len(values), PIECE):
+        piece = values[at : at + PIECE]
+        if not numpy.array_equal(piece, of_all(at, len(piece), learners) * numpy.float32(steps)):
+            raise AssertionError(f"wrong sums of {steps} steps from element {at} on")
+
+
 class Files:
     """Bytes that go to `path` in a way, and weights that come from `source`."""
 
@@ -51,9 +64,10 @@ class Files:
         self.size = os.stat(source).st_size
         self.pieces = pieces or self.size
         self.file = self.mapped = None
+        self.by_mapping = False
 
-    def prepare(self):
-        """Before the time of a round begins."""
+    def set_way(self, way, reads="read"):
+        self.way, self.by_mapping = way, reads == "mmap"
 
     def open(self):
         """What stays open; a way that is asked for later may be another one."""
@@ -61,10 +75,6 @@ class Files:
             self.file = os.open(self.path, os.O_RDWR | os.O_DIRECT)
         if self.way in ("stored", "mapped") and self.mapped is None:
             self.mapped = numpy.frombuffer(mmap.mmap(self.file, self.size), numpy.float32)
-
-    def close(self):
-        if self.file is not None:
-            os.close(self.file)
 
     def give(self, values):
         """Contributes or publishes an array."""
@@ -84,11 +94,11 @@ class Files:
         finally:
             os.fsync(file) if stays else os.close(file)
 
-    def take(self, values, by_mapping=False):
+    def take(self, values):
         """Reads the newest version into an array, or copies it from a mapping; an open waits for one's own contribution."""
         file, data = os.open(self.source, os.O_RDONLY), memoryview(values).cast("B")
         try:
-            if by_mapping:
+            if self.by_mapping:
                 with mmap.mmap(file, self.size, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
                     numpy.copyto(values, numpy.frombuffer(mapping, numpy.float32))
                 return
@@ -110,10 +120,6 @@ class Learner(Files):
         self.take(self.weights)
         # Everything so far is in the weights, whoever has contributed it.
         self.before, self.steps, self.learners = self.weights[[0, -1]].copy(), 0, learners
-
-    def of_all(self, at, count):
-        """The sum of all learners' gradients there."""
-        return pattern(at, count) * self.learners + self.learners * (self.learners - 1) // 2
 
     def prepare(self):
         self.open()
@@ -138,17 +144,14 @@ class Learner(Files):
 
     def glance(self):
         """The first weight and the last one are right."""
-        ends = self.of_all(0, 1)[0], self.of_all(len(self.weights) - 1, 1)[0]
+        ends = [of_all(at, 1, self.learners)[0] for at in (0, len(self.weights) - 1)]
         right = self.before + self.steps * numpy.array(ends)
         if not numpy.array_equal(self.weights[[0, -1]], right):
             raise AssertionError(f"wrong weights: {self.weights[[0, -1]]}, not {right}, after {self.steps} contributions")
 
     def check(self, pushes):
         """All weights are; there were none before."""
-        for at in range(0, len(self.weights), PIECE):
-            piece = self.weights[at : at + PIECE]
-            if not numpy.array_equal(piece, self.of_all(at, len(piece)) * numpy.float32(pushes)):
-                raise AssertionError(f"wrong weights after {pushes} contributions from element {at} on")
+        check_sums(self.weights, self.learners, int(pushes))
 
 
 class Publisher(Files):
@@ -168,10 +171,12 @@ class Publisher(Files):
         return int(os.pread(self.version_file, 32, 0))
 
     def publish(self):
+        self.buffer[0] += 1
         self.give(self.buffer)
         return self.size
 
     def fetch(self):
+        tell(what="waits")
         while (version := self.now()) == self.version:
             if not self.poll.poll(DEADLINE * 1000):
                 raise AssertionError(f"no version after {version}")
@@ -179,14 +184,11 @@ class Publisher(Files):
         self.take(self.buffer)
         return self.size
 
-    def glance(self):
-        """Its reader looks."""
-
     def check(self, publications):
         """The newest version is what was published last."""
         self.take(self.buffer)
         right = filled(numpy.empty_like(self.buffer))
-        right[0] += publications
+        right[0] += int(publications)
         if not numpy.array_equal(self.buffer, right):
             raise AssertionError(f"these weights are not of publication {publications}: {self.buffer[:4]}")
 
@@ -205,21 +207,40 @@ def cpu_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
-def rounds(one, what, count):
-    """Does `what` so often; gives the bytes moved, and the begin, the end and the CPU time of each round."""
-    moved, times = 0, []
-    for _ in range(count):
-        one.prepare()
-        if what == "publish":
-            one.buffer[0] += 1
-        if what == "fetch":
-            tell(what="waits")
-        cpu, begin = cpu_seconds(), time.monotonic()
-        moved += getattr(one, what)()
-        times.append((begin, time.monotonic(), cpu_seconds() - cpu))
-        if what == "step" and count > 1:
-            one.glance()
-    return moved, times
+def timed(one, what):
+    """Does `what`; tells what it took."""
+    cpu, start = cpu_seconds(), time.monotonic()
+    moved = getattr(one, what)()
+    end = time.monotonic()
+    tell(what=what, bytes=moved, start=start, end=end, seconds=end - start, cpu_seconds=cpu_seconds() - cpu)
+
+
+def repeated(one, what):
+    """The seconds of one of many."""
+    one.prepare()
+    start = time.monotonic()
+    getattr(one, what)()
+    seconds = time.monotonic() - start
+    if what == "step":
+        one.glance()
+    return seconds
+
+
+def obey(make):
+    """Does what lines of the input ask for, and answers each. Who does it is made at the first one."""
+    tell(what="ready")
+    one = None
+    for line in sys.stdin:
+        one = one or make()
+        request, *words = line.split()
+        if request == "round":
+            timed(one, *words)
+        elif request == "repeat":
+            count, what = words
+            tell(what=what, seconds=[repeated(one, what) for _ in range(int(count))])
+        else:
+            getattr(one, request)(*words)
+            tell(what=request)
 
 
 def main():
@@ -231,30 +252,14 @@ def main():
     parser.add_argument("--pieces", type=int, help="bytes of a call [default: all]")
     parser.add_argument("--publish", action="store_true")
     options = parser.parse_args()
-    tell(what="ready")
-    one = None
-    for line in sys.stdin:
-        if one is None:
-            import_numpy()
-            of = options.rank, options.learners, options.way, options.pieces
-            one = Publisher(options.directory, options.way) if options.publish else Learner(options.directory, *of)
-        request, *words = line.split()
-        if request == "round":
-            moved, [(start, end, cpu)] = rounds(one, words[0], 1)
-            tell(what=words[0], bytes=moved, start=start, end=end, seconds=end - start, cpu_seconds=cpu)
-        elif request == "repeat":
-            tell(what=words[1], seconds=[end - start for start, end, _ in rounds(one, words[1], int(words[0]))[1]])
-        elif request == "way":
-            one.way = words[0]
-            tell(what="way")
-        elif request == "glance":
-            one.glance()
-            tell(what="glance")
-        elif request == "check":
-            one.check(int(words[0]))
-            tell(what="check")
-        else:
-            raise SystemExit(f"unknown request {line!r}")
+
+    def make():
+        import_numpy()
+        if options.publish:
+            return Publisher(options.directory, options.way)
+        return Learner(options.directory, options.rank, options.learners, options.way, options.pieces)
+
+    obey(make)
 
 
 if __name__ == "__main__":

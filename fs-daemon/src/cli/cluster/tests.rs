@@ -9,8 +9,8 @@ use ps_backend::server::RdmaUse;
 use super::*;
 use crate::config::ModelSource;
 use crate::config::cluster::{
-    CLUSTER, CreateConfig, DeleteConfig, DrainConfig, MountConfig, RegistryConfig, SaveConfig, SavedModel,
-    ShardConfig, StatusConfig, StatusOf,
+    CLUSTER, CreateConfig as Create, DeleteConfig, DrainConfig, MountConfig as Mount,
+    RegistryConfig as Registry, SaveConfig, SavedModel, ShardConfig as Shard, StatusConfig, StatusOf,
 };
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::reactor::Choice;
@@ -50,22 +50,6 @@ macro_rules! config {
 }
 
 macro_rules! merge {
-    (Registry, $args:ident, $layers:expr) => {{
-        drop($args);
-        RegistryConfig::merge($layers)
-    }};
-    (Shard, $args:ident, $layers:expr) => {{
-        drop($args);
-        ShardConfig::merge($layers)
-    }};
-    (Create, $args:ident, $layers:expr) => {{
-        drop($args);
-        CreateConfig::merge($layers)
-    }};
-    (Mount, $args:ident, $layers:expr) => {{
-        drop($args);
-        MountConfig::merge($layers)
-    }};
     (Status, $args:ident, $layers:expr) => {
         StatusConfig::merge($args.of.as_deref(), $layers, $args.json)
     };
@@ -78,11 +62,10 @@ macro_rules! merge {
     (Drain, $args:ident, $layers:expr) => {
         DrainConfig::merge(&$args.shard, &$args.timeout, $args.hold.as_deref(), $args.cancel, $layers)
     };
-}
-
-#[test]
-fn the_definition_is_sound() {
-    Line::command().debug_assert();
+    ($command:ident, $args:ident, $layers:expr) => {{
+        drop($args);
+        $command::merge($layers)
+    }};
 }
 
 #[test]
@@ -112,16 +95,6 @@ fn settings_of_rdma_are_those_of_shards_and_mounts() {
     let keys = CLUSTER.names().filter(|name| name.starts_with("rdma_"));
     let keys: BTreeSet<String> = keys.map(str::to_owned).collect();
     assert_eq!(keys, &of_mounts | &BTreeSet::from(["rdma_port".to_owned()]));
-}
-
-#[test]
-fn completions_know_the_commands() {
-    let mut script = Vec::new();
-    clap_complete::generate(clap_complete::Shell::Bash, &mut Line::command(), "gradfs", &mut script);
-    let script = String::from_utf8(script).unwrap();
-    for word in ["drain", "--advertise", "--transport", "--shards", "--learning-rate", "shm"] {
-        assert!(script.contains(word), "{word}");
-    }
 }
 
 #[test]
@@ -199,20 +172,6 @@ fn the_environment_makes_everything_short() {
     assert_eq!(config!(Create, "create --size 1MiB", name).unwrap().name, "m");
     assert_eq!(config!(Mount, "mount /mnt", name).unwrap().models, ["a", "b"]);
     assert!(parsed("delete").is_err() && parsed("drain").is_err());
-}
-
-#[test]
-fn the_file_is_found_by_flag_or_variable() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("cluster.toml");
-    std::fs::write(&path, "registry = 'node1'\nmount = 'mnt'\nthreads = 7").unwrap();
-    let shown = path.to_str().unwrap();
-    let mount = config!(Mount, &format!("mount --config {shown}")).unwrap();
-    assert_eq!((mount.mounting.mountpoint, mount.mounting.threads), (directory.path().join("mnt"), 7));
-    let mount = config!(Mount, "mount /mnt --threads 1", &[("GRADFS_CONFIG", shown)]).unwrap();
-    assert_eq!((mount.registry.host.as_str(), mount.mounting.threads), ("node1", 1));
-    let error = config!(Registry, "registry --config /nonexistent").unwrap_err();
-    assert!(error.message.contains("/nonexistent"));
 }
 
 #[test]

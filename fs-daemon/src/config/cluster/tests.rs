@@ -112,21 +112,6 @@ fn defaults() {
 }
 
 #[test]
-fn flags_beat_environment_beats_file() {
-    let toml = file("registry = 'node3'\nlisten = 'node9:1'\nthreads = 5\nio = 'poll'\nlearning_rate = 0.5");
-    let env = environment(&[("GRADFS_REGISTRY", "node2:7"), ("GRADFS_THREADS", "4")]);
-    let flag = flags(&[("registry", "node1")]);
-    let with_all = ShardConfig::merge(&[flag, env.clone(), toml.clone()]).unwrap();
-    assert_eq!(with_all.registry, Some(at("node1", 7070)));
-    assert_eq!((with_all.threads, with_all.io), (4, Choice::Poll));
-    assert_eq!(with_all.listen, at("node9", 1));
-    let no_flag = ShardConfig::merge(&[flags(&[]), env, toml.clone()]).unwrap();
-    assert_eq!(no_flag.registry, Some(at("node2", 7)));
-    let only_file = ShardConfig::merge(&[flags(&[]), environment(&[]), toml]).unwrap();
-    assert_eq!((only_file.registry, only_file.threads), (Some(at("node3", 7070)), 5));
-}
-
-#[test]
 fn one_file_serves_all_commands() {
     let text = "registry = 'node1'\nlisten = '0.0.0.0'\nadvertise = 'node2'\nthreads = 3\nname = 'llama'\n\
                 model = 'llama.safetensors'\nreducer = 'adam'\nlearning_rate = 0.25\nmount = '/mnt/job'\n\
@@ -279,24 +264,6 @@ fn numbers_and_words_are_checked() {
     let config = mount(&[("io", "uring"), ("transport", "shm"), ("no_passthrough", "true")]).unwrap();
     assert_eq!((config.io, config.transport), (Choice::Uring, TransportChoice::SharedMemory));
     assert!(config.mounting.no_passthrough);
-}
-
-#[test]
-fn settings_are_those_of_the_job() {
-    let config = create(&[("reducer", "adam"), ("learners", "4"), ("min_learners", "2")]).unwrap();
-    assert_eq!((config.controls.learners, config.controls.min_learners), (4, 2));
-    for (key, bad) in [("reducer", "SGD2"), ("learning_rate", "fast"), ("beta1", "1"), ("lease", "-1")] {
-        let text = said_maybe_bare(create(&[(key, bad)]));
-        assert!(text.starts_with(&format!("--{}: ", key.replace('_', "-"))), "{text}");
-    }
-    assert!(said_maybe_bare(create(&[("retain", "20")])).contains("max_versions"));
-}
-
-/// Like [`said`]. A job's own complaint says what would do, and needs no hint.
-fn said_maybe_bare(outcome: Result<CreateConfig, Error>) -> String {
-    let error = outcome.unwrap_err();
-    assert_eq!(error.exit_code(), 2, "{}", error.message);
-    error.message
 }
 
 #[test]

@@ -2,7 +2,6 @@
 //! same in builds with RDMA and without.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 
 use super::super::cluster::{CLUSTER, MountConfig, ShardConfig};
 use super::*;
@@ -92,26 +91,6 @@ fn every_setting_arrives_at_shards_and_mounts() {
     let config = shard(&[("rdma", "on"), ("rdma_port", "7071")]).unwrap();
     assert_eq!((config.rdma, config.rdma_port), (RdmaUse::On, Some(7071)));
     assert_eq!(shard(&[("rdma", "off")]).unwrap().rdma, RdmaUse::Off);
-}
-
-#[test]
-fn flags_beat_environment_beats_file() {
-    let text = "rdma = 'on'\nrdma_device = 'rxe0'\nrdma_gid_index = 1\nrdma_arena = '16MiB'\nrdma_reads = 2";
-    let file = CLUSTER.parse(Path::new("/etc/cluster.toml"), text).unwrap();
-    let variables = [("GRADFS_RDMA_GID_INDEX", "2"), ("GRADFS_RDMA_READS", "3")];
-    let environment = CLUSTER.environment(variables.map(|(key, value)| (key.into(), value.into())));
-    let [flags] = layers(&[("rdma_reads", "4")]);
-    let layers = [flags, environment, file];
-    let shard = ShardConfig::merge(&layers).unwrap();
-    let expected = RdmaOptions {
-        device: Some("rxe0".into()),
-        gid_index: Some(2),
-        arena: 16 << 20,
-        reads: 4,
-        ..RdmaOptions::default()
-    };
-    assert_eq!((shard.rdma, &shard.rdma_options), (RdmaUse::On, &expected));
-    assert_eq!(MountConfig::merge(&layers).unwrap().rdma, expected);
 }
 
 #[test]

@@ -30,6 +30,16 @@ fn publish(job: &Job) {
     wait_for(PATIENCE, |done| job.assign(buffer, &all, PATIENCE, done)).unwrap();
 }
 
+/// What a call is to do with its outcome, and where that comes.
+fn done<T: Send + 'static>() -> (Box<dyn FnOnce(T) + Send>, Receiver<T>) {
+    let (sender, outcome) = channel();
+    (Box::new(move |it| sender.send(it).unwrap()), outcome)
+}
+
+fn control(name: &str) -> File {
+    File::Control(SETTINGS.iter().position(|(known, _)| *known == name).unwrap() as u32)
+}
+
 /// A listener says here that it has been called, and waits for the answer.
 type Keeper = (Sender<()>, Receiver<()>);
 
@@ -94,18 +104,15 @@ impl Mounted {
     }
 
     fn open(&self, file: File, flags: i32) -> Receiver<CallResult<Opened>> {
-        let (sender, opened) = channel();
-        let done = Box::new(move |outcome| sender.send(outcome).unwrap());
+        let (done, opened) = done();
         self.calls.open(Node::Model(0, file).ino(), flags, 0, done);
         opened
     }
 
     /// Writes a setting, and closes it; the answer.
     fn set(&self, name: &str, value: &str) -> Receiver<CallResult<()>> {
-        let index = SETTINGS.iter().position(|(known, _)| *known == name).unwrap() as u32;
-        let opened = self.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
-        let (sender, written) = channel();
-        let (by, done) = (Holder { tid: 0, lock: 1 }, Box::new(move |outcome| sender.send(outcome).unwrap()));
+        let opened = self.open(control(name), libc::O_WRONLY).try_recv().unwrap().unwrap();
+        let ((done, written), by) = (done(), Holder { tid: 0, lock: 1 });
         let calls = Arc::clone(&self.calls);
         self.calls.write(opened.fh, 0, value.as_bytes(), false, by, move |outcome| match outcome {
             Ok(()) => calls.flush(opened.fh, by, done),
@@ -136,8 +143,7 @@ fn a_setting_is_answered_when_the_job_has_answered() {
 fn a_contradiction_is_judged_by_the_settings_of_the_job() {
     let mounted = Mounted::new();
     let write = |value: &str| {
-        let index = SETTINGS.iter().position(|(known, _)| *known == "min_learners").unwrap() as u32;
-        let opened = mounted.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
+        let opened = mounted.open(control("min_learners"), libc::O_WRONLY).try_recv().unwrap().unwrap();
         let (answer, wrote) = channel();
         let by = Holder { tid: 0, lock: 1 };
         let done = move |outcome: CallResult<()>| answer.send(outcome.map_err(|error| error.errno)).unwrap();
@@ -171,15 +177,13 @@ fn a_setting_that_nobody_takes_is_refused_at_its_write() {
     let layout = ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap();
     let mounted = Mounted::of(layout, &[("timeout", "0.001")]);
     let _answer = mounted.slow_down();
-    let index = SETTINGS.iter().position(|(known, _)| *known == "learning_rate").unwrap() as u32;
-    let opened = mounted.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
-    let (answer, wrote) = channel();
-    let by = Holder { tid: 0, lock: 1 };
-    mounted.calls.write(opened.fh, 0, b"0.5\n", false, by, move |outcome| answer.send(outcome).unwrap());
+    let opened = mounted.open(control("learning_rate"), libc::O_WRONLY).try_recv().unwrap().unwrap();
+    let ((done_writing, wrote), by) = (done(), Holder { tid: 0, lock: 1 });
+    mounted.calls.write(opened.fh, 0, b"0.5\n", false, by, done_writing);
     let error = wrote.recv_timeout(PATIENCE).unwrap().unwrap_err();
     assert_eq!((error.errno, error.message.contains("control/learning_rate")), (libc::ETIMEDOUT, true));
-    let (answer, closed) = channel();
-    mounted.calls.flush(opened.fh, by, Box::new(move |outcome| answer.send(outcome).unwrap()));
+    let (done, closed) = done();
+    mounted.calls.flush(opened.fh, by, done);
     assert_eq!(closed.recv_timeout(PATIENCE).unwrap(), Err(error), "the next close says it, too");
 }
 
@@ -262,9 +266,8 @@ fn learners_join_and_leave_beside_other_requests() {
     let mounted = Mounted::new();
     let learners = Node::Model(0, File::Learners).ino();
     let answer = mounted.slow_down();
-    let (sender, made) = channel();
-    let done = Box::new(move |outcome: CallResult<Attributes>| sender.send(outcome).unwrap());
-    mounted.fs.make_dir(learners, OsStr::new("a"), (1000, 100), done);
+    let (made_it, made) = done::<CallResult<Attributes>>();
+    mounted.fs.make_dir(learners, OsStr::new("a"), (1000, 100), made_it);
     // This thread is free for others, though nobody has answered.
     assert!(made.try_recv().is_err());
     assert_eq!(mounted.fs.lookup(learners, OsStr::new("a")).unwrap_err().errno, libc::ENOENT);
@@ -274,8 +277,8 @@ fn learners_join_and_leave_beside_other_requests() {
     assert!(mounted.fs.lookup(learners, OsStr::new("a")).is_ok());
 
     let answer = mounted.slow_down();
-    let (sender, removed) = channel();
-    mounted.fs.remove_dir(learners, OsStr::new("a"), Box::new(move |outcome| sender.send(outcome).unwrap()));
+    let (removed_it, removed) = done();
+    mounted.fs.remove_dir(learners, OsStr::new("a"), removed_it);
     assert!(removed.try_recv().is_err());
     answer.send(()).unwrap();
     assert_eq!(removed.recv_timeout(PATIENCE).unwrap(), Ok(()));
@@ -309,8 +312,7 @@ fn a_file_that_its_process_has_closed_is_none_of_it_before_the_kernel_releases_i
     let (ino, pid) =
         (Node::Model(0, File::LearnerGradients(learner.id, MapsTo::PageCache)).ino(), std::process::id());
     let open = |flags| {
-        let (sender, opened) = channel();
-        let done = Box::new(move |outcome: CallResult<Opened>| sender.send(outcome).unwrap());
+        let (done, opened) = done::<CallResult<Opened>>();
         mounted.calls.open(ino, flags, pid, done);
         opened.recv_timeout(PATIENCE).unwrap().unwrap().fh
     };
@@ -342,8 +344,8 @@ fn o_direct_maps_the_memory_itself() {
     let dir = Node::Model(0, File::Learner(learner.id)).ino();
     let lookup = |tid| mounted.calls.lookup(dir, OsStr::new("gradients"), tid).unwrap().ino;
     let open = |ino, flags, tid| {
-        let (sender, opened) = channel();
-        mounted.calls.open(ino, flags, tid, Box::new(move |outcome| sender.send(outcome).unwrap()));
+        let (done, opened) = done::<CallResult<Opened>>();
+        mounted.calls.open(ino, flags, tid, done);
         opened.recv_timeout(PATIENCE).unwrap().map(|opened| opened.way).map_err(|error| error.errno)
     };
     assert!(matches!(open(cached, DIRECT, 7), Err(libc::ESTALE)));
@@ -365,8 +367,7 @@ fn an_ended_process_is_noticed_while_another_learner_joins() {
     let model = mounted.model();
     let learner = model.join("a", None).unwrap();
     let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
-    let (sender, opened) = channel();
-    let done = Box::new(move |outcome: CallResult<Opened>| sender.send(outcome).unwrap());
+    let (done, opened) = done::<CallResult<Opened>>();
     let gradients = Node::Model(0, File::LearnerGradients(learner.id, MapsTo::PageCache)).ino();
     mounted.calls.open(gradients, libc::O_WRONLY, child.id(), done);
     opened.try_recv().unwrap().unwrap();
@@ -397,16 +398,15 @@ fn a_first_write_that_fails_after_its_close_leaves_nothing_to_the_next_program()
         match first.write(0, &values).unwrap() {
             Wrote::Asks => break,
             Wrote::Taken => {
-                let (sender, ended) = channel();
-                first.commit(Ending::Close, Box::new(move |outcome| sender.send(outcome).unwrap()));
+                let (done, ended) = done();
+                first.commit(Ending::Close, done);
                 let _ = ended.recv_timeout(PATIENCE).unwrap();
             }
         }
     }
     for closes_first in [true, false] {
         let answer = mounted.slow_down();
-        let (asks, (sender, failed)) = (begin(), channel());
-        let done = Box::new(move |outcome: CallResult<()>| sender.send(outcome).unwrap());
+        let (asks, (done, failed)) = (begin(), done::<CallResult<()>>());
         asks.write_later(0, values.to_vec(), |named| named, done);
         if closes_first {
             asks.closed();

@@ -12,8 +12,7 @@ fn set(bench: &mut Bench, sequence: u64, wire: &str) {
 
 #[test]
 fn a_new_form_counts_from_the_next_plan_and_not_for_values_that_replace_others() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     assert_eq!(bench.core.coding(), None);
     bench.grant(1);
     set(&mut bench, 2, "int8");

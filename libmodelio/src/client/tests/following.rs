@@ -30,10 +30,10 @@ impl Bench {
 
     /// The newest version was made by this plan, and so many plans are over.
     fn made(&mut self, sequence: u64, version: u64, by: u64, over: u64) {
-        let mut state = self.core.state().clone();
-        (state.sequence, state.version) = (sequence, Version(version));
-        (state.made_by, state.over) = (PlanId(by), PlanId(over));
-        self.coordinator(0, Message::State(Box::new(state)));
+        self.changes(|state| {
+            (state.sequence, state.version) = (sequence, Version(version));
+            (state.made_by, state.over) = (PlanId(by), PlanId(over));
+        });
     }
 
     /// All blocks of a version come, and it is shown.
@@ -53,8 +53,7 @@ impl Bench {
 
 /// A client that follows the plan which makes version 1.
 fn following() -> Bench {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     bench.commit(3, 10);
     bench.grant(1);
     assert!(bench.follow(0) && bench.follow(1));
@@ -63,8 +62,7 @@ fn following() -> Bench {
 
 #[test]
 fn a_client_that_sends_nothing_follows_the_plan_of_others() {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     bench.coordinator(0, Message::Begun { plan: PLAN });
     assert!(bench.follow(0) && bench.follow(1));
     for block in 0..4 {
@@ -77,8 +75,7 @@ fn a_client_that_sends_nothing_follows_the_plan_of_others() {
 
 #[test]
 fn the_plan_of_others_is_forgotten_with_its_end() {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     bench.coordinator(0, Message::Begun { plan: PLAN });
     assert!(bench.follow(0) && bench.comes(PLAN, 0, true));
     bench.made(3, 0, 0, 1);
@@ -94,8 +91,7 @@ fn the_plan_of_others_is_forgotten_with_its_end() {
 
 #[test]
 fn new_weights_of_its_own_are_not_followed() {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     bench.coordinator(0, Message::Begun { plan: PlanId(0) });
     assert!(!bench.follow(0), "no plan has this number");
 }
@@ -193,16 +189,13 @@ fn no_plan_is_followed_while_a_connection_receives_for_another_one() {
 #[test]
 fn versions_that_are_pulled_on_demand_and_those_of_new_weights_are_not_followed() {
     let mut bench = Bench::new();
-    let mut state = bench.core.state().clone();
-    (state.sequence, state.controls) = (2, state.controls.with("pull", "on-demand").unwrap());
-    bench.coordinator(0, Message::State(Box::new(state)));
+    bench.sets(&[("pull", "on-demand")]);
     bench.commit(3, 10);
     bench.grant(1);
     assert!(!bench.follow(0));
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
-    bench.coordinator(0, Message::Grant { plan: PLAN, payload: Granted::Weights(5), counted: PlanId(0) });
+    let mut bench = Bench::told();
+    bench.ask(3, assign(5, 1), 1);
+    bench.granted(1, Granted::Weights(5));
     assert!(!bench.follow(0));
 }
 
@@ -210,9 +203,7 @@ fn versions_that_are_pulled_on_demand_and_those_of_new_weights_are_not_followed(
 fn an_open_on_demand_must_show_the_version_that_is_shown_when_it_comes() {
     for (pull, must_show) in [("on-demand", Version(1)), ("eager", Version(0))] {
         let mut bench = Bench::new();
-        let mut state = bench.core.state().clone();
-        (state.sequence, state.controls) = (2, state.controls.with("pull", pull).unwrap());
-        bench.coordinator(0, Message::State(Box::new(state)));
+        bench.sets(&[("pull", pull)]);
         bench.made(3, 1, 0, 0);
         let expected = if pull == "on-demand" { LastCommit::Waits } else { LastCommit::In(Version(0)) };
         assert_eq!(bench.core.freshness(None), expected);
@@ -227,27 +218,7 @@ fn payload_of_a_step_that_is_not_the_open_one_is_released() {
     let mut bench = following();
     bench.coordinator(3, Message::Done);
     bench.state(3, 1, 1, false);
-    let commit = |step, token| {
-        let (tensors, partly) = (vec![0..1], Some(Default::default()));
-        (
-            token,
-            Message::Commit {
-                learner: L,
-                step: Step(step),
-                blocks: vec![0..4],
-                tensors,
-                partly,
-                contents: Default::default(),
-                weight: Default::default(),
-                timeout_ms: 1000,
-                lent: false,
-                given_up: None,
-                base: None,
-            },
-        )
-    };
-    let (token, message) = commit(3, 4);
-    bench.ask(token, message, 1);
+    bench.ask(4, commit(L, 3, 0..4, 1, false), 1);
     bench.coordinator(4, Message::Refused(ShardError::TimedOut("others".into()).into()));
     bench.said.clear();
     bench.ask(5, Message::Open { learner: L }, 10);
@@ -258,8 +229,7 @@ fn payload_of_a_step_that_is_not_the_open_one_is_released() {
 #[test]
 fn the_time_of_a_pull_is_known_where_no_shard_sends_blocks_by_itself() {
     for sends in [false, true] {
-        let mut bench = Bench::new();
-        bench.state(2, 0, 0, false);
+        let mut bench = Bench::told();
         bench.commit(3, 10);
         bench.grant(1);
         if sends {
@@ -280,11 +250,8 @@ fn the_time_of_a_pull_is_known_where_no_shard_sends_blocks_by_itself() {
 fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
     for consistency in ["sync", "async"] {
         let mut bench = Bench::new();
-        let mut state = bench.core.state().clone();
-        let controls = state.controls.with("pull", "adaptive").unwrap();
-        (state.sequence, state.controls) = (2, controls.with("consistency", consistency).unwrap());
-        state.members = 1;
-        bench.coordinator(0, Message::State(Box::new(state)));
+        bench.sets(&[("pull", "adaptive"), ("consistency", consistency)]);
+        bench.changes(|state| state.members = 1);
         // A program opens once a second, and a pull takes 0.2 s.
         for version in 1..20 {
             bench.core.version_opened(None, bench.now);
@@ -296,8 +263,7 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
             bench.pass(100);
         }
         bench.core.version_opened(None, bench.now);
-        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: Some(vec![L]) };
-        bench.coordinator(0, Message::Grant { plan: PLAN, payload, counted: PlanId(0) });
+        bench.provisional(1, 1);
         assert!(!bench.follow(0), "it is not due");
         bench.commit(3, 10);
         bench.grant(1);
@@ -309,11 +275,8 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
 /// pull takes 0.2 s.
 fn adaptive(interval: u64) -> Bench {
     let mut bench = Bench::new();
-    let mut state = bench.core.state().clone();
-    let controls = state.controls.with("pull", "adaptive").unwrap();
-    (state.sequence, state.controls) = (2, controls.with("consistency", "async").unwrap());
-    state.members = 1;
-    bench.coordinator(0, Message::State(Box::new(state)));
+    bench.sets(&[("pull", "adaptive"), ("consistency", "async")]);
+    bench.changes(|state| state.members = 1);
     for version in 1..4 {
         let opened = bench.now;
         bench.core.version_opened(None, bench.now);
@@ -352,11 +315,7 @@ fn when_a_learner_leaves_or_its_program_ends_or_none_is_left_the_newest_version_
         match what {
             "leaves" => bench.coordinator(0, Message::Left { learner: L, reason: LeaveReason::Asked }),
             "ends" => bench.core.touch(vec![L], Some(Attached::Exited), &mut bench.said),
-            _ => {
-                let mut state = bench.core.state().clone();
-                (state.sequence, state.members) = (7, 0);
-                bench.coordinator(0, Message::State(Box::new(state)));
-            }
+            _ => bench.changes(|state| state.members = 0),
         }
         let is_due = bench.core.next_deadline().is_some_and(|due| due <= bench.now);
         assert!(is_due || bench.core.pulling().is_some(), "{what}");
@@ -399,8 +358,7 @@ fn no_open_waits_for_a_version_whose_shard_is_away() {
 
 #[test]
 fn a_version_that_comes_with_its_state_is_not_pulled() {
-    let mut bench = Bench::new();
-    bench.state(2, 0, 0, false);
+    let mut bench = Bench::told();
     assert!(bench.core.takes_version(Version(1)) && !bench.core.takes_version(Version(0)));
     bench.core.brings(Version(1));
     bench.made(3, 1, 1, 1);

@@ -43,10 +43,12 @@ impl Bench {
         numbers.max().expect("a request was sent")
     }
 
-    fn provisional(&mut self, plan: u64, step: u64) {
-        let payload =
-            Granted::Contributions { of: vec![(L, Step(step))], replaces: false, open: Some(vec![L]) };
-        self.coordinator(0, Message::Grant { plan: PlanId(plan), payload, counted: PlanId(0) });
+    /// The plan that a commit gives up.
+    fn given_up(&self) -> Option<PlanId> {
+        self.said.iter().find_map(|action| match action {
+            Action::ToCoordinator(_, Message::Commit { given_up, .. }) => *given_up,
+            _ => None,
+        })
     }
 
     fn sends(&self) -> Option<u64> {
@@ -93,8 +95,7 @@ fn a_taken_step_is_not_taken_again() {
 
 #[test]
 fn a_step_that_the_coordinator_has_taken_back_is_taken_anew() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.coordinator(3, Message::Refused(ShardError::TimedOut("others".into()).into()));
     // What became of it, only the coordinator knows.
     assert_eq!(bench.open(4), None);
@@ -260,11 +261,7 @@ fn blocks_of_a_refused_commit_join_no_later_contribution_to_the_step() {
     );
     bench.said.clear();
     bench.commit(6, 10);
-    let given_up = bench.said.iter().find_map(|action| match action {
-        Action::ToCoordinator(_, Message::Commit { given_up, .. }) => Some(*given_up),
-        _ => None,
-    });
-    assert_eq!(given_up, Some(Some(PlanId(7))), "{:?}", bench.said);
+    assert_eq!(bench.given_up(), Some(PlanId(7)), "{:?}", bench.said);
 }
 
 /// A contribution of which a block was reduced for plan 7 where it came.
@@ -328,13 +325,11 @@ fn nothing_is_sent_for_a_plan_whose_contribution_was_dropped_after_its_commit() 
 
 #[test]
 fn a_commit_that_the_coordinator_does_not_know_yet_is_sent_for_the_provisional_plan() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.provisional(7, 1);
     let sent = |bench: &mut Bench| (0..2).flat_map(|partition| bench.pushes(partition)).count();
     assert_eq!((bench.sends(), sent(&mut bench)), (Some(7), 3));
-    let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None };
-    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
+    bench.grant(7);
     assert_eq!(sent(&mut bench), 0);
 }
 
@@ -352,8 +347,7 @@ impl Bench {
         let request = bench.last_request();
         bench.opened(request, 1);
         let of = vec![(L, Step(1)), (M, Step(1))];
-        let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L, M]) };
-        bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
+        bench.granted(7, Granted::Contributions { of, replaces: false, open: Some(vec![L, M]) });
         bench
     }
 
@@ -368,19 +362,10 @@ impl Bench {
     }
 
     fn commits(&mut self, learner: LearnerId, blocks: std::ops::Range<u32>, partly: PartlyWritten) {
-        let message = Message::Commit {
-            learner,
-            step: Step(1),
-            blocks: vec![blocks],
-            tensors: vec![0..1],
-            partly: Some(partly),
-            contents: Default::default(),
-            weight: Default::default(),
-            timeout_ms: 10_000,
-            lent: false,
-            given_up: None,
-            base: None,
-        };
+        let mut message = commit(learner, 1, blocks, 10, false);
+        if let Message::Commit { partly: of, .. } = &mut message {
+            *of = Some(partly);
+        }
         self.ask(30 + u64::from(learner.0), message, 10);
     }
 }
@@ -426,8 +411,7 @@ fn a_block_of_averaged_tensors_is_not_sent_early_if_a_learner_of_its_client_does
     bench.commits(L, 0..3, PartlyWritten::default());
     assert!(bench.sent().is_empty(), "others may be writing");
     let of = vec![(L, Step(1)), (M, Step(1))];
-    let payload = Granted::Contributions { of, replaces: false, open: None };
-    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
+    bench.granted(7, Granted::Contributions { of, replaces: false, open: None });
     assert_eq!(bench.sent(), [2]);
 }
 
@@ -442,11 +426,7 @@ fn a_contribution_that_is_dropped_stops_the_plan_for_all_learners_of_its_client(
     assert_eq!((bench.sends(), bench.sent()), (None, vec![]));
     bench.said.clear();
     bench.commits(L, 0..2, PartlyWritten::default());
-    let given_up = bench.said.iter().find_map(|action| match action {
-        Action::ToCoordinator(_, Message::Commit { given_up, .. }) => *given_up,
-        _ => None,
-    });
-    assert_eq!(given_up, Some(PlanId(7)));
+    assert_eq!(bench.given_up(), Some(PlanId(7)));
     assert!(bench.core.take_strays(L), "the dropped plan may still read its block");
 }
 
@@ -455,19 +435,15 @@ fn blocks_of_a_new_contribution_join_no_plan_that_ends_with_the_one_before() {
     let mut bench = Bench::new();
     bench.core = bench.core.reads_in_place();
     let next = |bench: &mut Bench| bench.core.next_own(L, Step(1), BlockId(0));
-    let grant = |plan| {
-        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: Some(vec![L]) };
-        Message::Grant { plan, payload, counted: PlanId(0) }
-    };
     assert_eq!(next(&mut bench), Own::Announce);
     bench.ask(3, Message::Abort { learner: L }, 10);
     bench.core.open_known(L, bench.now, bench.now, &mut bench.said).unwrap();
     // The coordinator has begun a plan before it learns that the contribution was dropped.
-    bench.coordinator(0, grant(PlanId(1)));
+    bench.provisional(1, 1);
     assert_eq!(next(&mut bench), Own::Stage);
     bench.coordinator(0, Message::Over { plan: PlanId(1) });
     bench.coordinator(3, Message::Done);
     assert_eq!(next(&mut bench), Own::Announce);
-    bench.coordinator(0, grant(PlanId(2)));
+    bench.provisional(2, 1);
     assert_eq!(next(&mut bench), Own::Send(PlanId(2)));
 }

@@ -19,8 +19,7 @@ impl Bench {
 #[test]
 fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
     for number in NEAR {
-        let mut bench = Bench::new();
-        bench.commit(3, 10);
+        let mut bench = Bench::committed();
         bench.coordinator(0, Message::Over { plan: PlanId(number) });
         bench.coordinator(
             0,
@@ -52,8 +51,7 @@ fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
 #[test]
 fn a_plan_is_sent_after_somebody_has_called_all_plans_over() {
     for number in NEAR {
-        let mut bench = Bench::new();
-        bench.commit(3, 10);
+        let mut bench = Bench::committed();
         bench.coordinator(0, Message::Over { plan: PlanId(number) });
         bench.comes_back();
         bench.grant(1);
@@ -63,9 +61,7 @@ fn a_plan_is_sent_after_somebody_has_called_all_plans_over() {
 
 #[test]
 fn a_plan_that_a_shard_has_begun_again_is_sent_again() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
-    bench.grant(1);
+    let mut bench = Bench::in_plan();
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]));
     for partition in 0..2 {
         let missing = Message::Missing { plan: PlanId(1), blocks: vec![] };
@@ -84,20 +80,11 @@ fn a_plan_that_a_shard_has_begun_again_is_sent_again() {
 #[test]
 fn a_number_that_no_coordinator_reaches_is_passed_over() {
     for number in FAR.into_iter().chain([MAX_NUMBER + 1]) {
-        let mut bench = Bench::new();
-        bench.commit(3, 10);
-        bench.grant(1);
+        let mut bench = Bench::in_plan();
         bench.said.clear();
         bench.coordinator(0, Message::Over { plan: PlanId(number) });
         let of = Vec::new();
-        bench.coordinator(
-            0,
-            Message::Grant {
-                plan: PlanId(number),
-                payload: Granted::Contributions { of, replaces: false, open: None },
-                counted: PlanId(0),
-            },
-        );
+        bench.granted(number, Granted::Contributions { of, replaces: false, open: None });
         let state = |sequence, version, over| {
             Message::State(Box::new(JobState {
                 sequence,
@@ -132,23 +119,7 @@ fn a_setting_that_no_job_can_have_is_passed_over() {
 #[test]
 fn blocks_that_are_not_of_the_plan_are_not_sent() {
     let mut bench = Bench::new();
-    bench.ask(
-        3,
-        Message::Commit {
-            learner: L,
-            step: Step(1),
-            blocks: vec![0..1],
-            tensors: vec![0..1],
-            timeout_ms: 10_000,
-            lent: false,
-            given_up: None,
-            base: None,
-            partly: Some(Default::default()),
-            contents: Default::default(),
-            weight: Default::default(),
-        },
-        10,
-    );
+    bench.ask(3, commit(L, 1, 0..1, 10, false), 10);
     bench.grant(1);
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0], vec![]));
     // A stranger has begun a plan of this number there, of all blocks.

@@ -13,9 +13,7 @@ fn new_map() -> BlockMap {
 
 #[test]
 fn pushes_under_way_are_granted_again_by_the_new_coordinator() {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
-    bench.grant(1);
+    let mut bench = Bench::in_plan();
     assert_eq!(bench.pushes(0), [0, 2]);
     bench.said.clear();
     assert!(bench.core.moved(&new_map(), bench.now, &mut bench.said));

@@ -11,15 +11,12 @@ fn writing() -> Bench {
     for block in [0, 1] {
         bench.core.wrote_weights(TOKEN, BlockId(block), bench.now, &mut bench.said);
     }
-    bench.coordinator(
-        0,
-        Message::Grant { plan: PLAN, payload: Granted::OpenWeights(TOKEN), counted: PlanId(0) },
-    );
+    bench.granted(PLAN.0, Granted::OpenWeights(TOKEN));
     bench
 }
 
 fn publish(bench: &mut Bench) {
-    bench.ask(3, Message::Assign { token: TOKEN, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
+    bench.ask(3, assign(TOKEN, 1), 1);
     let names_the_plan = |action: &Action| {
         matches!(action, Action::ToCoordinator(_, Message::Assign { ahead: Some(PLAN), .. }))
     };
@@ -36,30 +33,22 @@ fn is_over(bench: &Bench) {
     assert!(bench.core.outgoing().is_none());
 }
 
+/// They are not published, or their request is refused or times out before their plan is sealed.
 #[test]
 fn weights_that_are_written_again_leave_nothing() {
-    let mut bench = writing();
-    bench.core.rewrites_weights(TOKEN, &mut bench.said);
-    is_over(&bench);
-}
-
-#[test]
-fn weights_whose_request_is_refused_before_their_plan_is_sealed_leave_nothing() {
-    let mut bench = writing();
-    publish(&mut bench);
-    let refused = Message::Refused(Refusal::Shard(ShardError::NotAllowed("weights is read-only".into())));
-    bench.coordinator(3, refused);
-    bench.core.rewrites_weights(TOKEN, &mut bench.said);
-    is_over(&bench);
-}
-
-#[test]
-fn weights_whose_request_times_out_before_their_plan_is_sealed_leave_nothing() {
-    let mut bench = writing();
-    publish(&mut bench);
-    bench.pass(1001);
-    bench.core.rewrites_weights(TOKEN, &mut bench.said);
-    is_over(&bench);
+    for published in ["not", "refused", "late"] {
+        let mut bench = writing();
+        if published != "not" {
+            publish(&mut bench);
+        }
+        match published {
+            "refused" => bench.coordinator(3, Message::Refused(ShardError::NotAllowed("no".into()).into())),
+            "late" => bench.pass(1001),
+            _ => {}
+        }
+        bench.core.rewrites_weights(TOKEN, &mut bench.said);
+        is_over(&bench);
+    }
 }
 
 #[test]

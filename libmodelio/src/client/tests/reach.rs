@@ -9,10 +9,20 @@ const COORDINATOR: ShardId = ShardId(1);
 const OTHER: ShardId = ShardId(2);
 
 impl Bench {
+    fn later() -> Bench {
+        Bench { now: Duration::from_secs(100), ..Bench::new() }
+    }
+
     fn gone(&mut self, coordinator: bool, seconds: u64) {
         let gone = |shard| Gone { shard, since: self.now.saturating_sub(Duration::from_secs(seconds)) };
         let (first, second) = (coordinator.then(|| gone(COORDINATOR)), gone(OTHER));
         self.core.out_of_reach(first, if coordinator { Vec::new() } else { vec![second] });
+    }
+
+    /// The same, and looks what is due.
+    fn lost(&mut self, coordinator: bool, seconds: u64) {
+        self.gone(coordinator, seconds);
+        self.pass(0);
     }
 
     /// The requests that ended with a timeout which names this shard, by their tokens.
@@ -37,25 +47,21 @@ fn set_control() -> Message {
 
 #[test]
 fn calls_that_need_a_shard_wait_for_shard_patience() {
-    let mut bench = Bench::new();
-    bench.now = Duration::from_secs(100);
+    let mut bench = Bench::later();
     bench.commit(2, 100);
     bench.coordinator(3, Message::Done);
     bench.commit(3, 100);
     bench.ask(4, set_control(), 100);
     bench.core.await_step(5, L, bench.now + Duration::from_secs(100), bench.now, &mut bench.said);
-    bench.gone(false, 19);
-    bench.pass(0);
+    bench.lost(false, 19);
     assert!(bench.named(OTHER).is_empty());
     assert!(bench.core.lost_patience(bench.now).is_none());
-    bench.gone(false, 20);
-    bench.pass(0);
+    bench.lost(false, 20);
     assert_eq!(bench.named(OTHER), [3, 5], "settings need the coordinator alone");
     // Later ones end at once, and nothing of them is sent.
     bench.commit(6, 100);
     assert_eq!(bench.named(OTHER), [6]);
-    bench.gone(true, 20);
-    bench.pass(0);
+    bench.lost(true, 20);
     assert_eq!(bench.named(COORDINATOR), [4]);
     bench.core.out_of_reach(None, Vec::new());
     bench.commit(7, 100);
@@ -64,33 +70,25 @@ fn calls_that_need_a_shard_wait_for_shard_patience() {
 
 #[test]
 fn no_patience_with_shards_is_patience_for_a_lost_connection() {
-    let mut bench = Bench::new();
-    bench.now = Duration::from_secs(100);
-    let mut state = bench.core.state().clone();
-    (state.sequence, state.controls) = (2, state.controls.with("shard_patience", "0").unwrap());
-    bench.coordinator(0, Message::State(Box::new(state)));
+    let mut bench = Bench::later();
+    bench.sets(&[("shard_patience", "0")]);
     bench.commit(4, 100);
-    bench.gone(false, 1);
-    bench.pass(0);
+    bench.lost(false, 1);
     assert!(bench.named(OTHER).is_empty(), "it may be back in a moment");
-    bench.gone(false, 2);
-    bench.pass(0);
+    bench.lost(false, 2);
     assert_eq!(bench.named(OTHER), [4]);
 }
 
 #[test]
 fn joining_and_leaving_end_as_soon_as_the_coordinator_is_known_to_be_away() {
-    let mut bench = Bench::new();
-    bench.now = Duration::from_secs(100);
+    let mut bench = Bench::later();
     let join = || Message::Join { name: "m".into() };
     bench.ask(3, join(), 10);
     bench.ask(4, Message::Leave { learner: L, reason: LeaveReason::Asked }, 10);
     bench.said.clear();
-    bench.gone(true, 1);
-    bench.pass(0);
+    bench.lost(true, 1);
     assert!(bench.named(COORDINATOR).is_empty(), "it may be back in a moment");
-    bench.gone(true, 2);
-    bench.pass(0);
+    bench.lost(true, 2);
     assert_eq!(bench.named(COORDINATOR), [3, 4]);
     bench.ask(5, join(), 10);
     assert_eq!(bench.named(COORDINATOR), [5]);
@@ -109,8 +107,7 @@ fn joining_and_leaving_end_as_soon_as_the_coordinator_is_known_to_be_away() {
 
 #[test]
 fn a_call_waits_for_a_coordinator_that_has_just_come_back() {
-    let mut bench = Bench::new();
-    bench.now = Duration::from_secs(100);
+    let mut bench = Bench::later();
     bench.gone(true, 20);
     bench.core.coordinator_down(bench.now, &mut bench.said);
     bench.ask(3, Message::Join { name: "m".into() }, 10);
@@ -126,8 +123,7 @@ fn a_call_waits_for_a_coordinator_that_has_just_come_back() {
 
 #[test]
 fn a_call_waits_for_shards_to_which_the_model_has_just_moved() {
-    let mut bench = Bench::new();
-    bench.now = Duration::from_secs(100);
+    let mut bench = Bench::later();
     bench.core.out_of_reach(
         Some(Gone { shard: COORDINATOR, since: Duration::ZERO }),
         vec![Gone { shard: OTHER, since: Duration::ZERO }],
@@ -143,8 +139,7 @@ fn a_call_waits_for_shards_to_which_the_model_has_just_moved() {
 
 #[test]
 fn what_is_taken_back_while_the_coordinator_is_away_is_told_it_later() {
-    let mut bench = Bench::new();
-    bench.now = Duration::from_secs(100);
+    let mut bench = Bench::later();
     bench.commit(3, 100);
     bench.gone(true, 20);
     bench.core.coordinator_down(bench.now, &mut bench.said);
@@ -179,11 +174,9 @@ fn what_is_taken_back_while_the_coordinator_is_away_is_told_it_later() {
 
 #[test]
 fn new_weights_that_nobody_waits_for_are_taken_back_when_the_shards_answer() {
-    let mut bench = Bench::new();
-    bench.now = Duration::from_secs(100);
-    bench.ask(3, Message::Assign { token: 9, blocks: vec![0..4], timeout_ms: 100_000, ahead: None }, 100);
-    bench.gone(false, 20);
-    bench.pass(0);
+    let mut bench = Bench::later();
+    bench.ask(3, assign(9, 100), 100);
+    bench.lost(false, 20);
     let told = |said: &Action| matches!(said, Action::ToCoordinator(_, Message::WithdrawAssign { token: 9 }));
     assert!(bench.said.iter().any(told), "{:?}", bench.said);
     assert_eq!(bench.named(OTHER), [3]);
@@ -191,14 +184,11 @@ fn new_weights_that_nobody_waits_for_are_taken_back_when_the_shards_answer() {
 
 #[test]
 fn whoever_asks_for_the_settings_waits_for_the_coordinator_as_who_changes_one_does() {
-    let mut bench = Bench::new();
-    bench.now = Duration::from_secs(100);
+    let mut bench = Bench::later();
     bench.ask(3, Message::WithdrawAssign { token: u64::MAX }, 100);
-    bench.gone(true, 19);
-    bench.pass(0);
+    bench.lost(true, 19);
     assert!(bench.named(COORDINATOR).is_empty(), "its patience lasts");
-    bench.gone(true, 20);
-    bench.pass(0);
+    bench.lost(true, 20);
     assert_eq!(bench.named(COORDINATOR), [3]);
     bench.ask(4, Message::WithdrawAssign { token: u64::MAX }, 100);
     assert_eq!(bench.named(COORDINATOR), [4], "at once");
@@ -206,8 +196,7 @@ fn whoever_asks_for_the_settings_waits_for_the_coordinator_as_who_changes_one_do
 
 #[test]
 fn a_request_whose_time_is_over_names_the_coordinator_that_is_away() {
-    let mut bench = Bench::new();
-    bench.now = Duration::from_secs(100);
+    let mut bench = Bench::later();
     bench.ask(3, Message::WithdrawAssign { token: u64::MAX }, 5);
     bench.gone(true, 4);
     bench.pass(5_000);
@@ -216,7 +205,6 @@ fn a_request_whose_time_is_over_names_the_coordinator_that_is_away() {
 
 #[test]
 fn a_signal_ends_a_wait_though_nobody_answers() {
-    let assign = || Message::Assign { token: 9, blocks: vec![0..4], timeout_ms: 100_000, ahead: None };
     for is_commit in [true, false] {
         let mut bench = Bench::new();
         let withdraw = match is_commit {
@@ -225,7 +213,7 @@ fn a_signal_ends_a_wait_though_nobody_answers() {
         };
         match is_commit {
             true => bench.commit(3, 100),
-            false => bench.ask(3, assign(), 100),
+            false => bench.ask(3, assign(9, 100), 100),
         }
         bench.ask(4, withdraw.clone(), 100);
         bench.pass(200);

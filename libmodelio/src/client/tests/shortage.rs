@@ -7,8 +7,7 @@ const GRACE: Duration = Duration::from_millis(200);
 
 /// A client whose step 1 is committed, and not yet in a version.
 fn committed() -> Bench {
-    let mut bench = Bench::new();
-    bench.commit(3, 10);
+    let mut bench = Bench::committed();
     bench.coordinator(3, Message::Done);
     bench.said.clear();
     bench

@@ -51,20 +51,6 @@ fn tensors_and_segments_lie_where_expected() {
 }
 
 #[test]
-fn order_changes_only_for_alignment() {
-    let names = |specs| -> Vec<String> {
-        let layout = ModelLayout::new(specs, BLOCK).unwrap();
-        layout.tensors().iter().map(|tensor| tensor.name.clone()).collect()
-    };
-    let half = |name, n| spec(name, DType::F16, &[n]);
-    let single = |name| spec(name, DType::F32, &[1]);
-    assert_eq!(names(vec![half("z", 2), single("y"), half("x", 1)]), ["z", "y", "x"]);
-    assert_eq!(names(vec![half("z", 1), single("y"), half("x", 2), single("w")]), ["y", "w", "z", "x"]);
-    let c64 = spec("c", DType::Opaque(Dtype::C64), &[1]);
-    assert_eq!(names(vec![single("y"), c64, half("x", 1)]), ["c", "y", "x"]);
-}
-
-#[test]
 fn bad_input_is_refused() {
     let ok = || vec![spec("a", DType::F32, &[4])];
     for block_size in [0, 1, 4096, BLOCK + 1, BLOCK * 3, 8 << 20, u32::MAX] {

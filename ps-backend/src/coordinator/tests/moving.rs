@@ -14,8 +14,7 @@ fn release(bench: &mut Bench) {
 fn shard_works(bench: &mut Bench) {
     for _ in 0..8 {
         let Some((plan, _)) = bench.coordinator.running() else { return };
-        bench.partition(0, Message::Ready { plan });
-        bench.partition(plan.0, Message::Done);
+        bench.carries_out(plan);
     }
 }
 
@@ -58,13 +57,9 @@ fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
 
 #[test]
 fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
-    let mut bench = Bench::new();
-    bench.commit(A, 1, 1, 2);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed();
     bench.hold();
-    bench.partition(0, Message::Ready { plan: plan.plan });
-    bench.partition(plan.plan.0, Message::Done);
+    bench.carries_out(plan.plan);
     bench.sent_to_partition();
     bench.commit(A, 1, 2, 4);
     for _ in 0..10 {
@@ -97,7 +92,7 @@ fn deadlines_go_on_while_a_job_is_held() {
 fn new_weights_wait_while_a_job_is_held() {
     let mut bench = Bench::new();
     bench.hold();
-    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 10_000, ahead: None });
+    bench.client(A, 2, assign(7, 10_000));
     assert!(bench.sent_to_partition().is_empty());
     release(&mut bench);
     assert_eq!(bench.started().work, Work::Assign { token: 7 });
@@ -107,21 +102,7 @@ fn new_weights_wait_while_a_job_is_held() {
 fn nobodys_lease_ends_because_the_job_is_held() {
     let mut bench = Bench::new();
     bench.hold();
-    let (learner, blocks, tensors) = (LearnerId(1), vec![0..4], vec![0..2]);
-    let commit = Message::Commit {
-        learner,
-        step: Step(1),
-        blocks,
-        tensors,
-        partly: Some(Default::default()),
-        contents: Default::default(),
-        weight: Default::default(),
-        timeout_ms: 1 << 30,
-        lent: false,
-        given_up: None,
-        base: None,
-    };
-    bench.client(A, 2, commit);
+    bench.client(A, 2, commit_message(1, 1, ALL, 1 << 30, false));
     // A living program that does nothing, as far as anybody knows.
     bench.client(B, 0, Message::Touch { learners: vec![LearnerId(2)], attached: Some(Attached::Yes) });
     for _ in 0..200 {
@@ -142,7 +123,7 @@ fn taken_over(bench: &Bench, partitions: usize) -> Bench {
 #[test]
 fn a_coordinator_that_is_taken_over_goes_on_with_the_steps_of_each_tensor() {
     let mut bench = Bench::new();
-    let steps = |plan: libmodelio::wire::Plan| match plan.work {
+    let steps = |plan: Plan| match plan.work {
         Work::Reduce { tensors, .. } => tensors,
         other => panic!("{other:?}"),
     };

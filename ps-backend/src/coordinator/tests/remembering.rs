@@ -3,10 +3,6 @@
 
 use super::*;
 
-fn assign(token: u64) -> Message {
-    Message::Assign { token, blocks: vec![0..4], timeout_ms: 100_000, ahead: None }
-}
-
 /// The answers to client A.
 fn answers(bench: &mut Bench) -> Vec<(u64, Message)> {
     bench.sent_to(A).into_iter().filter(|(request, _)| *request > 0).collect()
@@ -15,8 +11,7 @@ fn answers(bench: &mut Bench) -> Vec<(u64, Message)> {
 /// A shard carries out one plan; returns the work that it was told to start.
 fn shard_works_once(bench: &mut Bench) -> Work {
     let plan = bench.started();
-    bench.partition(0, Message::Ready { plan: plan.plan });
-    bench.partition(plan.plan.0, Message::Done);
+    bench.carries_out(plan.plan);
     plan.work
 }
 
@@ -37,7 +32,7 @@ fn taken_over(bench: &mut Bench) -> Bench {
 #[test]
 fn a_coordinator_that_is_taken_over_gives_kept_answers_again_and_carries_out_nothing_twice() {
     let mut bench = Bench::new();
-    bench.client(A, 2, assign(7));
+    bench.client(A, 2, assign(7, 100_000));
     assert_eq!(shard_works_once(&mut bench), Work::Assign { token: 7 });
     bench.client(A, 3, Message::Join { name: "late".into() });
     let answers = answers(&mut bench);
@@ -45,7 +40,7 @@ fn a_coordinator_that_is_taken_over_gives_kept_answers_again_and_carries_out_not
     assert!(matches!(answers[1], (3, Message::Joined { .. })), "{answers:?}");
     // None of the answers reached the client, which asks the next coordinator for the same.
     let mut there = taken_over(&mut bench);
-    there.client(A, 2, assign(7));
+    there.client(A, 2, assign(7, 100_000));
     there.client(A, 3, Message::Join { name: "late".into() });
     assert_eq!(self::answers(&mut there), answers);
     assert!(there.sent_to_partition().is_empty(), "the weights are written once");
@@ -55,7 +50,7 @@ fn a_coordinator_that_is_taken_over_gives_kept_answers_again_and_carries_out_not
 /// Client A writes weights, is silent until it is given up, and comes back.
 fn given_up() -> Bench {
     let mut bench = Bench::new();
-    bench.client(A, 2, assign(7));
+    bench.client(A, 2, assign(7, 100_000));
     assert_eq!(shard_works_once(&mut bench), Work::Assign { token: 7 });
     let lease = bench.coordinator.job().controls().lease;
     bench.coordinator.client_alive(B, bench.now + lease);
@@ -67,7 +62,7 @@ fn given_up() -> Bench {
 /// The client repeats a request that was carried out, and makes a new one.
 fn asks_again(bench: &mut Bench) {
     bench.said.clear();
-    bench.client(A, 2, assign(7));
+    bench.client(A, 2, assign(7, 100_000));
     let answers = answers(bench);
     let unknown = |answer: &(u64, Message)| {
         matches!(answer, (2, Message::Refused(Refusal::Shard(ShardError::TimedOut(_)))))

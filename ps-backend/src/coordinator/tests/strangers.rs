@@ -148,10 +148,10 @@ fn a_client_gets_an_answer_again_that_a_stranger_has_acknowledged_or_not_request
 fn a_client_is_not_given_the_answer_to_a_stranger_s_request_of_the_same_number() {
     let mut bench = Bench::new();
     connects_anew(&mut bench);
-    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 1000, ahead: None });
+    bench.client(A, 2, assign(7, 1000));
     bench.started();
     client_connects(&mut bench, 1, 1);
-    bench.client(A, 2, Message::Assign { token: 8, blocks: vec![0..4], timeout_ms: 9000, ahead: None });
+    bench.client(A, 2, assign(8, 9000));
     let answers = |bench: &mut Bench| -> Vec<(u64, Message)> {
         bench.sent_to(A).into_iter().filter(|(request, _)| *request > 0).collect()
     };
@@ -245,10 +245,7 @@ fn requests_that_were_given_up_before_they_came_stop_no_later_one() {
 
 #[test]
 fn a_plan_that_a_shard_takes_for_past_is_begun_again_under_the_next_number() {
-    let mut bench = Bench::new();
-    bench.commit(A, 1, 1, 2);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed();
     bench.said.clear();
     let past = |plan: PlanId, newest| Message::Refused(Refusal::Plan { plan, newest });
     // An answer about another plan, or about one whose turn has not come there: the order is repeated.
@@ -269,10 +266,7 @@ fn a_plan_that_a_shard_takes_for_past_is_begun_again_under_the_next_number() {
 
 #[test]
 fn a_refusal_of_what_is_over_does_not_fail_the_job() {
-    let mut bench = Bench::new();
-    bench.commit(A, 1, 1, 2);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed();
     bench.partition(plan.plan.0 + 5, Message::Refused(Refusal::other("another one")));
     bench.partition(
         0,
@@ -299,10 +293,7 @@ fn a_refusal_of_what_is_over_does_not_fail_the_job() {
 
 #[test]
 fn a_reconnected_shard_gets_the_start_of_a_plan_before_its_end() {
-    let mut bench = Bench::new();
-    bench.commit(A, 1, 1, 2);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started();
+    let (mut bench, plan) = Bench::both_committed();
     assert_eq!(bench.coordinator.over(), PlanId(0));
     bench.partition(0, Message::Ready { plan: plan.plan });
     assert_eq!(bench.sent_to_partition(), [Message::Conclude { plan: plan.plan }]);

@@ -7,9 +7,7 @@ use super::*;
 fn waiting() -> (Bench, PlanId) {
     let Bench { coordinator, now, said } = Bench::new();
     let mut bench = Bench { coordinator: coordinator.with_provisional_plans(), now, said };
-    bench.commit(A, 1, 1, 2);
-    bench.commit(B, 2, 1, 2);
-    let plan = bench.started().plan;
+    let plan = bench.both_commit(false).plan;
     bench.partition(0, Message::Ready { plan });
     for (client, learner) in [(A, 1), (B, 2)] {
         let learner = LearnerId(learner);

@@ -5,14 +5,12 @@ use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Id, Uid, blocks, ok, open};
+use super::bench::{Bench, Id, Uid, blocks, early_job, joined, open};
 
 fn job(names: &[&str]) -> (Bench, Vec<Id>) {
-    let mut bench = Bench::new(&[("consistency", "async"), ("patience", "1")]).in_process();
-    let ids: Vec<Id> = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    for id in &ids {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let bench = Bench::new(&[("consistency", "async"), ("patience", "1")]).in_process();
+    let (mut bench, ids) = joined(bench, names);
+    bench.attach(&ids);
     (bench, ids)
 }
 
@@ -59,8 +57,7 @@ fn a_commit_waits_while_another_contribution_is_partly_reduced() {
     // The contribution is still open: sent again, it goes in as soon as the other is done.
     let again = bench.commit(b.0, Step(1), of_b, blocks([0]), true, 1_000);
     bench.abort(ids[0].0);
-    bench.reduce_done(true);
-    assert!(ok(&bench, again));
+    bench.answers(again);
     assert_eq!(bench.versions_of(&[a, of_b]), [None, Some(Version(1))]);
 }
 
@@ -74,8 +71,7 @@ fn a_silent_learner_that_holds_up_a_commit_leaves() {
     let (of_b, _) = commit(&mut bench, b, 60_000);
     bench.tick(1_000);
     assert_eq!(bench.left, [(ids[0].0, LeaveReason::PatienceOver)]);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[of_b]), [Some(Version(1))]);
+    bench.makes(1, &[of_b]);
 }
 
 #[test]
@@ -95,14 +91,12 @@ fn nothing_is_taken_before_the_job_is_formed() {
     let (a, ticket) = commit(&mut bench, first, 1_000);
     assert!(bench.is_waiting(ticket));
     bench.join("b").unwrap();
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
 }
 
 #[test]
 fn consistency_changes_between_contributions_only() {
-    let mut bench = Bench::new(&[("learners", "2")]).in_process();
-    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
+    let (mut bench, ids) = early_job("2", &["a", "b"]);
     let (of_b, _) = commit(&mut bench, ids[1], 1_000);
     let (step, a) = open(&mut bench, ids[0]);
     assert!(bench.comes(ids[0].0, a, 1));
@@ -110,21 +104,9 @@ fn consistency_changes_between_contributions_only() {
     assert!(bench.running.is_none(), "a's block is in the buffer");
     assert!(bench.comes(ids[0].0, a, 2));
     bench.commit(ids[0].0, step, a, blocks([1, 2]), true, 1_000);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, of_b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, of_b]);
     let (next, _) = commit(&mut bench, ids[1], 1_000);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[next]), [Some(Version(2))]);
-}
-
-#[test]
-fn asynchronous_frees_a_step_that_waits() {
-    let mut bench = Bench::new(&[("learners", "2")]);
-    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
-    let (a, _) = commit(&mut bench, ids[0], 1_000);
-    bench.set("consistency", "async");
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(2, &[next]);
 }
 
 #[test]

@@ -15,7 +15,7 @@ use libmodelio::vocabulary::groups::{AveragedMark, Contents, GroupId};
 use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::DType;
-use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorNorms, TensorSquares};
 use libmodelio::vocabulary::reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
@@ -144,12 +144,6 @@ impl Bench {
             accumulated: BTreeSet::new(),
             gone: BTreeSet::new(),
         }
-    }
-
-    /// A bench whose core waits for this long before it accumulates.
-    pub(super) fn patient(settings: &[(&str, &str)], millis: u64) -> Bench {
-        let bench = Bench::new(settings);
-        Bench { core: bench.core.with_accumulate_patience(Now::from_millis(millis)), ..bench }
     }
 
     /// Its core begins plans when their last contribution has a whole block, as in one process.
@@ -339,6 +333,11 @@ impl Bench {
 
     pub(super) fn join(&mut self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
         self.call(|core, now, actions| core.join(name, now, actions))
+    }
+
+    /// A process of each is known to use it.
+    pub(super) fn attach(&mut self, ids: &[Id]) {
+        ids.iter().for_each(|id| self.core.touch(id.0, Some(Attached::Yes), self.now));
     }
 
     pub(super) fn leave(&mut self, learner: LearnerId) {
@@ -562,6 +561,20 @@ impl Bench {
         self.call(|core, now, actions| core.reduced(ready, now, actions));
     }
 
+    /// The running plan is done, and this commit is answered.
+    #[track_caller]
+    pub(super) fn answers(&mut self, ticket: Ticket) {
+        self.reduce_done(true);
+        assert!(ok(self, ticket));
+    }
+
+    /// The running plan is done, and its version is the first to have these contributions.
+    #[track_caller]
+    pub(super) fn makes(&mut self, version: u64, of: &[Uid]) {
+        self.reduce_done(true);
+        assert_eq!(self.versions_of(of), vec![Some(Version(version)); of.len()]);
+    }
+
     /// The running plan comes upon NaN in the first contribution whose commit can be taken back; false when there is
     /// none.
     pub(super) fn reduce_refused(&mut self) -> bool {
@@ -706,7 +719,24 @@ pub(super) type Id = (LearnerId, Incarnation);
 
 /// A synchronous job of `learners`, in which `names` have joined.
 pub(super) fn job(learners: &str, names: &[&str]) -> (Bench, Vec<Id>) {
-    let mut bench = Bench::new(&[("learners", learners)]);
+    joined(Bench::new(&[("learners", learners)]), names)
+}
+
+/// A job of all of these.
+pub(super) fn formed(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
+    let learners = [("learners", &*names.len().to_string())];
+    joined(Bench::new(&[&learners, settings].concat()), names)
+}
+
+/// The same, which waits for this long before it accumulates.
+pub(super) fn patient(settings: &[(&str, &str)], names: &[&str], millis: u64) -> (Bench, Vec<Id>) {
+    let (bench, ids) = formed(settings, names);
+    let core = bench.core.with_accumulate_patience(Now::from_millis(millis));
+    (Bench { core, ..bench }, ids)
+}
+
+/// They join.
+pub(super) fn joined(mut bench: Bench, names: &[&str]) -> (Bench, Vec<Id>) {
     let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
     (bench, ids)
 }
@@ -726,6 +756,13 @@ pub(super) fn open(bench: &mut Bench, id: Id) -> (Step, Uid) {
 pub(super) fn everything(bench: &mut Bench, id: Id, steady: bool) -> (Uid, Ticket) {
     let (step, uid) = open(bench, id);
     (uid, bench.commit(id.0, step, uid, blocks(0..BLOCKS), steady, 1_000))
+}
+
+/// The last contribution that a step waits for, whose plan is done.
+pub(super) fn completes(bench: &mut Bench, id: Id) -> (Uid, Ticket) {
+    let committed = everything(bench, id, true);
+    bench.reduce_done(true);
+    committed
 }
 
 /// Whether a commit was taken.

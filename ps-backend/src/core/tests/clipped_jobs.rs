@@ -6,14 +6,10 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{BLOCKS, Bench, Id, blocks, everything, ok, open};
+use super::bench::{BLOCKS, Bench, Id, blocks, everything, formed, ok, open};
 
 fn job(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let mut bench = Bench::new(&[("clip_norm", "1"), ("learners", &learners)]);
-    settings.iter().for_each(|(name, value)| bench.set(name, value));
-    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    (bench, ids)
+    formed(&[&[("clip_norm", "1")], settings].concat(), names)
 }
 
 /// How many contributions are being added up.
@@ -33,8 +29,7 @@ fn all_sums_are_measured_before_a_version_is_made() {
         let plan = bench.running.clone().unwrap();
         assert!(matches!(&plan.work, Work::Reduce { .. }) && plan.inputs.is_empty());
         assert!(!ok(&bench, ticket), "it is answered with its version");
-        bench.reduce_done(true);
-        assert!(ok(&bench, ticket));
+        bench.answers(ticket);
         assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
         let blocks = f64::from(BLOCKS * (a + b));
         assert_eq!(bench.core.norm(), Some(Norm::new(0.5 * blocks.sqrt())), "of the mean");
@@ -42,14 +37,17 @@ fn all_sums_are_measured_before_a_version_is_made() {
 }
 
 #[test]
-fn no_plan_begins_while_a_contribution_is_written() {
-    let (bench, ids) = job(&[], &["a"]);
-    let mut bench = bench.in_process();
-    let (step, uid) = open(&mut bench, ids[0]);
-    assert!(!bench.comes(ids[0].0, uid, 0));
-    bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
-    bench.finish_work();
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(1))]);
+fn no_plan_of_a_step_that_is_measured_begins_while_a_contribution_is_written() {
+    for (name, value) in [("clip_norm", "1"), ("tensors", "head reducer=lars")] {
+        let (bench, ids) = formed(&[], &["a"]);
+        let mut bench = bench.in_process();
+        bench.set(name, value);
+        let (step, uid) = open(&mut bench, ids[0]);
+        assert!(!bench.comes(ids[0].0, uid, 0), "{name}");
+        bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
+        bench.finish_work();
+        assert_eq!(bench.versions_of(&[uid]), [Some(Version(1))]);
+    }
 }
 
 #[test]
@@ -62,8 +60,7 @@ fn what_comes_while_the_sums_are_measured_is_measured_too() {
     assert_eq!(coming(&bench), [1]);
     assert!(bench.running.is_none());
     bench.accumulate_done(true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -126,6 +123,5 @@ fn what_is_measured_is_safe_whatever_becomes_of_the_version() {
     bench.tick(1_000);
     assert!(ok(&bench, ticket), "at its deadline");
     bench.lose(&[ids[0].0]);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
 }

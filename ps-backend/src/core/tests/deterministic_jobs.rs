@@ -1,15 +1,12 @@
 //! Promises of jobs in which the order of learners decides every sum.
 
-use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::bench::{Bench, Id, Uid, blocks, everything, ok, open, uid};
+use super::bench::{Bench, Id, Uid, blocks, everything, formed, ok, open, uid};
 
 fn job(names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let mut bench = Bench::new(&[("deterministic", "true"), ("learners", &learners)]).in_process();
-    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    (bench, ids)
+    let (bench, ids) = formed(&[("deterministic", "true")], names);
+    (bench.in_process(), ids)
 }
 
 fn order(bench: &Bench) -> Vec<Uid> {
@@ -69,8 +66,7 @@ fn the_wait_ends_at_the_deadline_and_can_be_taken_up_again() {
     let (a, _) = everything(&mut bench, ids[0], false);
     let (b, _) = everything(&mut bench, ids[1], true);
     assert_eq!(order(&bench), [a, b]);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]

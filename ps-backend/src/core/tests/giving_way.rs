@@ -1,7 +1,7 @@
 //! On a network a contribution that is being written holds nobody up, though a plan has begun with its blocks.
 
 use libmodelio::vocabulary::ids::{Step, Version};
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::reducer::Reducer;
 
 use super::bench::{BLOCKS, Bench, Id, Uid, blocks, everything, ok, open};
@@ -83,8 +83,7 @@ fn new_weights_do_not_wait_for_one_that_writes() {
     let (mut bench, slow, written) = writing(&[]);
     let ticket = bench.assign(1_000);
     assert!(bench.running.is_some() && bench.provisional.is_none());
-    bench.reduce_done(true);
-    assert!(ok(&bench, ticket));
+    bench.answers(ticket);
     commits(&mut bench, slow, written, 2);
 }
 
@@ -96,8 +95,7 @@ fn a_hold_does_not_wait_for_one_that_writes() {
     let ticket = bench.commit(slow.0, written.0, written.1, blocks([0, 1]), true, 1_000);
     assert!(bench.running.is_none());
     bench.release();
-    bench.reduce_done(true);
-    assert!(ok(&bench, ticket));
+    bench.answers(ticket);
     assert_eq!(bench.versions_of(&[written.1]), [Some(Version(1))]);
 }
 
@@ -111,8 +109,7 @@ fn another_consistency_frees_who_waits_for_one_that_writes() {
     bench.set("learning_rate", "0.5");
     assert!(bench.provisional.is_some(), "others count from the next version");
     bench.set("consistency", "quorum(1)");
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[first]), [Some(Version(1))]);
+    bench.makes(1, &[first]);
     commits(&mut bench, slow, written, 2);
 }
 
@@ -132,16 +129,13 @@ fn settings_that_were_written_meanwhile_count_once_the_plan_has_given_way() {
 fn nobody_waits_for_a_learner_that_is_silent_for_long() {
     let (mut bench, slow, _) = writing(&[("consistency", "async"), ("patience", "1")]);
     let quick = bench.join("quick").unwrap();
-    for id in [slow, quick] {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    bench.attach(&[slow, quick]);
     let all = blocks(0..BLOCKS);
     for _ in 0..5 {
         let (step, uid) = open(&mut bench, quick);
         let ticket = bench.commit(quick.0, step, uid, all.clone(), true, 1_000);
         bench.tick(400);
-        bench.reduce_done(true);
-        assert!(ok(&bench, ticket));
+        bench.answers(ticket);
     }
     assert!(!bench.left.contains(&(slow.0, LeaveReason::PatienceOver)), "it holds nobody up");
 }

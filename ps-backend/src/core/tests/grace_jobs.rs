@@ -1,21 +1,16 @@
 //! Promises of jobs whose versions wait a while for late contributions.
 
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::members::Attached;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{BLOCKS, Bench, Id, Uid, blocks, everything, ok, open};
+use super::bench::{BLOCKS, Bench, Id, Uid, blocks, everything, formed, ok, open};
 
 /// A formed job, in which nobody has contributed yet.
 fn grace(settings: &[(&str, &str)], consistency: &str, names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let first = [("consistency", consistency), ("learners", &learners[..]), ("lease", "10")];
-    let mut bench = Bench::new(&[&first, settings].concat());
-    let ids: Vec<Id> = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    for id in &ids {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let (mut bench, ids) =
+        formed(&[&[("consistency", consistency), ("lease", "10")], settings].concat(), names);
+    bench.attach(&ids);
     (bench, ids)
 }
 
@@ -37,8 +32,7 @@ fn a_late_contribution_counts_if_it_comes_within_the_window() {
     uids.extend(after(&mut bench, &ids[2..3], 99));
     assert!(bench.running.is_none(), "d is missing");
     bench.tick(1);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&uids), [Some(Version(1)); 3]);
+    bench.makes(1, &uids);
     assert_eq!((bench.core.version(), bench.core.newest_of()), (Version(1), 3));
     // d is late, and counts in the next version.
     let late = after(&mut bench, &ids[3..], 1);
@@ -90,8 +84,7 @@ fn a_learner_that_leaves_or_dies_within_the_window_ends_it() {
             true => bench.lose(&[ids[2].0]),
             false => bench.leave(ids[2].0),
         }
-        bench.reduce_done(true);
-        assert_eq!(bench.versions_of(&uids), [Some(Version(1)); 2]);
+        bench.makes(1, &uids);
     }
 }
 
@@ -103,8 +96,7 @@ fn a_joiner_is_not_waited_for_but_counts() {
     uids.extend(after(&mut bench, &[d], 10));
     assert!(bench.running.is_none(), "c is missing");
     uids.extend(after(&mut bench, &ids[2..], 10));
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&uids), [Some(Version(1)); 4]);
+    bench.makes(1, &uids);
 }
 
 #[test]
@@ -117,13 +109,11 @@ fn nobody_waits_within_the_window_for_a_contribution_that_is_written() {
         let (step, late) = open(&mut bench, ids[2]);
         assert!(!bench.comes(ids[2].0, late, 0), "a plan would have to be dropped at the window's end");
         bench.tick(100);
-        bench.reduce_done(true);
-        assert_eq!(bench.versions_of(&uids), [Some(Version(1)); 2]);
+        bench.makes(1, &uids);
         let ticket = bench.commit(ids[2].0, step, late, blocks(0..BLOCKS), true, 1_000);
         let next = after(&mut bench, &ids[..1], 50);
         bench.tick(1_000);
-        bench.reduce_done(true);
-        assert!(ok(&bench, ticket));
+        bench.answers(ticket);
         assert_eq!(bench.versions_of(&[late, next[0]]), [Some(Version(2)); 2]);
     }
 }
@@ -195,8 +185,7 @@ fn without_a_buffer_the_window_does_not_open() {
     bench.give_buffer();
     assert!(ok(&bench, ticket) && bench.core.is_in_grace());
     bench.tick(200);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(2))]);
+    bench.makes(2, &[uid]);
 }
 
 #[test]
@@ -222,8 +211,7 @@ fn a_held_job_makes_its_version_when_it_is_released() {
     bench.tick(500);
     assert!(bench.core.is_held() && bench.running.is_none());
     bench.release();
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&uids), [Some(Version(1)); 2]);
+    bench.makes(1, &uids);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Id, blocks, early_job, everything, job, ok, open};
+use super::bench::{Bench, Id, blocks, completes, early_job, everything, job, ok, open};
 
 /// The steps of the running plan, and the number of each tensor's.
 fn planned(bench: &Bench) -> ([Steps; 2], [u64; 2]) {
@@ -115,8 +115,7 @@ fn the_averaged_tensors_stay_while_contributions_to_the_version_are_in() {
     // Rules that average the same tensors can be set.
     bench.set("tensors", "head reducer=average\nbody weight_decay=0");
     assert_eq!(bench.core.controls().tensors.to_string().lines().count(), 2);
-    everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
+    completes(&mut bench, ids[1]);
     bench.set("tensors", "");
     assert_ne!(bench.averaged(), averaged);
 }

@@ -5,13 +5,11 @@ use libmodelio::vocabulary::norm::Quantity;
 use libmodelio::vocabulary::phase::JobPhase;
 
 use super::super::*;
-use super::bench::{Bench, Id, blocks, everything, ok, open};
+use super::bench::{Bench, Id, everything, formed, ok};
 
 fn job(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let mut bench = Bench::new(&[("learners", &learners)]);
+    let (mut bench, ids) = formed(&[], names);
     settings.iter().for_each(|(name, value)| bench.set(name, value));
-    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
     (bench, ids)
 }
 
@@ -37,8 +35,7 @@ fn tensors_are_measured_before_a_version_is_made() {
             got.runs().iter().flat_map(|(count, factor)| vec![factor.is_some(); *count as usize]).collect();
         let wanted: Vec<bool> = factors.iter().flat_map(|(count, has)| vec![*has; *count as usize]).collect();
         assert_eq!(has, wanted, "{settings:?}");
-        bench.reduce_done(true);
-        assert!(ok(&bench, ticket));
+        bench.answers(ticket);
     }
 }
 
@@ -77,8 +74,7 @@ fn what_comes_meanwhile_is_measured_from_the_gradient_on() {
         assert_eq!(bench.measured(), Some(quantity));
         bench.accumulate_done(true);
     }
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -88,8 +84,7 @@ fn new_weights_are_measured_anew() {
     let assign = bench.assign(1_000);
     bench.accumulate_done(true);
     // The new weights are version 1. Then the step begins again, and measures them.
-    bench.reduce_done(true);
-    assert!(ok(&bench, assign));
+    bench.answers(assign);
     assert_eq!((bench.measured(), bench.core.version()), (Some(Quantity::Tensors), Version(1)));
     bench.finish_work();
     assert_eq!(bench.core.version(), Version(2));
@@ -103,15 +98,4 @@ fn a_measuring_that_fails_is_done_again() {
     bench.accumulate_done(false);
     bench.finish_work();
     assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
-}
-
-#[test]
-fn no_plan_of_a_layerwise_step_begins_while_a_contribution_is_written() {
-    let (bench, ids) = job(&[("tensors", "head reducer=lars")], &["a"]);
-    let mut bench = bench.in_process();
-    let (step, uid) = open(&mut bench, ids[0]);
-    assert!(!bench.comes(ids[0].0, uid, 0));
-    bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
-    bench.finish_work();
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(1))]);
 }

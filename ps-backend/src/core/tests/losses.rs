@@ -6,14 +6,7 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Id, Uid, everything, job, ok, uid};
-
-/// A job of these whose core accumulations after `millis`.
-fn patient(learners: &str, names: &[&str], millis: u64) -> (Bench, Vec<Id>) {
-    let mut bench = Bench::patient(&[("learners", learners)], millis);
-    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    (bench, ids)
-}
+use super::bench::{Bench, Uid, everything, job, ok, patient, uid};
 
 fn accumulating(bench: &Bench) -> Vec<Uid> {
     bench.accumulations.iter().flatten().map(|c| uid(c)).collect()
@@ -25,7 +18,7 @@ fn reducing(bench: &Bench) -> Vec<Uid> {
 
 #[test]
 fn a_batch_has_all_that_wait_in_the_order_of_learners() {
-    let (mut bench, ids) = patient("4", &["a", "b", "c", "d"], 20);
+    let (mut bench, ids) = patient(&[], &["a", "b", "c", "d"], 20);
     let (of_c, _) = everything(&mut bench, ids[2], false);
     bench.tick(10);
     let (of_a, _) = everything(&mut bench, ids[0], false);
@@ -46,7 +39,7 @@ fn a_batch_has_all_that_wait_in_the_order_of_learners() {
 
 #[test]
 fn of_a_batch_that_failed_the_rest_is_accumulated_anew() {
-    let (mut bench, ids) = patient("4", &["a", "b", "c", "d"], 20);
+    let (mut bench, ids) = patient(&[], &["a", "b", "c", "d"], 20);
     let (_, bad) = everything(&mut bench, ids[0], false);
     let (of_b, good) = everything(&mut bench, ids[1], false);
     bench.tick(20);
@@ -60,7 +53,7 @@ fn of_a_batch_that_failed_the_rest_is_accumulated_anew() {
 
 #[test]
 fn a_lost_payload_voids_the_plan_that_reads_it() {
-    let (mut bench, ids) = patient("3", &["a", "b", "c"], 20);
+    let (mut bench, ids) = patient(&[], &["a", "b", "c"], 20);
     let commits: Vec<_> = ids.iter().map(|&id| everything(&mut bench, id, false)).collect();
     assert!(bench.running.is_some());
     assert_eq!(bench.core.next_deadline(), Some(Now::from_millis(1_000)));
@@ -78,7 +71,7 @@ fn a_lost_payload_voids_the_plan_that_reads_it() {
 
 #[test]
 fn a_lost_payload_voids_its_accumulation() {
-    let (mut bench, ids) = patient("3", &["a", "b", "c"], 20);
+    let (mut bench, ids) = patient(&[], &["a", "b", "c"], 20);
     let (of_a, at_a) = everything(&mut bench, ids[0], false);
     let (of_b, _) = everything(&mut bench, ids[1], false);
     bench.tick(20);
@@ -94,7 +87,7 @@ fn a_lost_payload_voids_its_accumulation() {
 
 #[test]
 fn accumulated_or_steady_payload_cannot_be_lost() {
-    let (mut bench, ids) = patient("3", &["a", "b", "c"], 0);
+    let (mut bench, ids) = patient(&[], &["a", "b", "c"], 0);
     let (accumulated, _) = everything(&mut bench, ids[0], false);
     bench.accumulate_done(true);
     let (lent, at) = everything(&mut bench, ids[1], true);
@@ -109,7 +102,7 @@ fn accumulated_or_steady_payload_cannot_be_lost() {
 
 #[test]
 fn a_plan_without_what_is_lost_goes_on() {
-    let (mut bench, ids) = patient("2", &["a", "b"], 0);
+    let (mut bench, ids) = patient(&[], &["a", "b"], 0);
     let (accumulated, _) = everything(&mut bench, ids[0], false);
     bench.accumulate_done(true);
     let (last, _) = everything(&mut bench, ids[1], false);
@@ -121,7 +114,7 @@ fn a_plan_without_what_is_lost_goes_on() {
 
 #[test]
 fn a_job_forms_again_after_the_last_learners_lose_their_payload() {
-    let (mut bench, ids) = patient("2", &["a", "b"], 0);
+    let (mut bench, ids) = patient(&[], &["a", "b"], 0);
     everything(&mut bench, ids[0], false);
     everything(&mut bench, ids[1], false);
     bench.leave(ids[0].0);
@@ -147,7 +140,7 @@ fn an_assignment_that_failed_leaves_the_version() {
 
 #[test]
 fn a_contribution_can_be_taken_back_though_a_plan_reads_it_but_not_once_it_counts() {
-    let (mut bench, ids) = patient("2", &["a", "b"], 20);
+    let (mut bench, ids) = patient(&[], &["a", "b"], 20);
     let (back, at_back) = everything(&mut bench, ids[0], false);
     let (other, at_other) = everything(&mut bench, ids[1], false);
     assert_eq!(reducing(&bench), [back, other]);

@@ -6,7 +6,9 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Id, Uid, blocks, early_job, everything, job, ok, open, payload};
+use super::bench::{
+    Bench, Uid, blocks, completes, early_job, everything, formed, job, ok, open, patient, payload,
+};
 
 #[test]
 fn nothing_completes_before_the_job_is_formed() {
@@ -17,8 +19,7 @@ fn nothing_completes_before_the_job_is_formed() {
     let b = bench.join("b").unwrap();
     assert!(bench.running.is_none(), "b takes part");
     let (b, _) = everything(&mut bench, b, true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -39,8 +40,7 @@ fn raising_learners_counts_when_all_have_left() {
     assert_eq!(bench.core.state(), JobPhase::Running);
     bench.set("learners", "3");
     assert_eq!(bench.core.state(), JobPhase::Running);
-    let (a, _) = everything(&mut bench, ids[0], true);
-    bench.reduce_done(true);
+    let (a, _) = completes(&mut bench, ids[0]);
     assert_eq!(bench.versions_of(&[a]), [Some(Version(1))], "a does not wait for others");
     bench.leave(ids[0].0);
     let next = [bench.join("c").unwrap(), bench.join("d").unwrap()];
@@ -63,8 +63,7 @@ fn a_learner_that_joins_in_mid_step_takes_part_from_the_next_version() {
     bench.reduce_done(true);
     assert!(ok(&bench, commit) && bench.running.is_none(), "the next version needs both");
     everything(&mut bench, ids[0], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[of_b]), [Some(Version(2))]);
+    bench.makes(2, &[of_b]);
 }
 
 #[test]
@@ -74,8 +73,7 @@ fn a_learner_that_joined_in_a_dropped_step_need_not_wait() {
     let b = bench.join("b").unwrap();
     bench.leave(ids[0].0);
     let (of_b, _) = everything(&mut bench, b, true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[of_b]), [Some(Version(1))]);
+    bench.makes(1, &[of_b]);
 }
 
 #[test]
@@ -96,8 +94,7 @@ fn a_committed_contribution_stays_when_its_learner_leaves() {
     let (a, _) = everything(&mut bench, ids[0], true);
     bench.leave(ids[0].0);
     let (b, _) = everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -108,16 +105,14 @@ fn committed_contributions_are_published_when_all_have_left() {
     bench.leave(ids[1].0);
     assert!(bench.running.is_none(), "being accumulated");
     bench.accumulate_done(true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
     assert_eq!(bench.core.state(), JobPhase::Forming, "the next ones are a new job");
 }
 
 /// A version is being made of the contributions of learners that have all left. They are fewer than `min_learners`.
 fn left_while_it_is_made(steady: &[bool]) -> (Bench, Vec<Uid>) {
-    let learners = (steady.len() + 1).to_string();
-    let mut bench = Bench::patient(&[("learners", &learners), ("min_learners", &learners)], 100);
-    let ids: Vec<Id> = (0..=steady.len()).map(|at| bench.join(&format!("first-{at}")).unwrap()).collect();
+    let names = &["first", "second", "third"][..=steady.len()];
+    let (mut bench, ids) = patient(&[("min_learners", &names.len().to_string())], names, 100);
     let uids = ids.iter().zip(steady).map(|(id, steady)| everything(&mut bench, *id, *steady).0).collect();
     bench.leave(ids[steady.len()].0);
     assert!(bench.running.is_none(), "there are too few learners");
@@ -139,8 +134,7 @@ fn who_joins_when_all_have_left_takes_no_part_in_the_version_that_is_being_made(
     let (a, _) = everything(&mut bench, next[0], true);
     assert!(bench.running.is_none(), "b takes part");
     let (b, _) = everything(&mut bench, next[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(2)); 2]);
+    bench.makes(2, &[a, b]);
 }
 
 #[test]
@@ -174,14 +168,12 @@ fn below_min_learners_everything_is_refused() {
     assert_eq!(bench.replies[&refused], Err(stopped));
     // It goes on with a new learner; the step that was under way is not repeated.
     bench.join("c").unwrap();
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[taken]), [Some(Version(1))]);
+    bench.makes(1, &[taken]);
 }
 
 #[test]
 fn when_all_have_left_the_job_forms_anew() {
-    let mut bench = Bench::new(&[("learners", "2"), ("min_learners", "2")]);
-    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
+    let (mut bench, ids) = formed(&[("min_learners", "2")], &["a", "b"]);
     bench.leave(ids[0].0);
     bench.leave(ids[1].0);
     let c = bench.join("a").unwrap();
@@ -203,11 +195,8 @@ fn a_silent_learner_leaves_when_nobody_is_attached() {
 
 #[test]
 fn a_silent_learner_leaves_when_it_has_been_waited_for() {
-    let mut bench = Bench::new(&[("patience", "1"), ("learners", "2")]);
-    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
-    for id in ids {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let (mut bench, ids) = formed(&[("patience", "1")], &["a", "b"]);
+    bench.attach(&ids);
     bench.tick(900);
     let (a, _) = everything(&mut bench, ids[0], true);
     bench.tick(900);
@@ -221,11 +210,8 @@ fn a_silent_learner_leaves_when_it_has_been_waited_for() {
 #[test]
 fn patience_ends_for_a_learner_that_contributes_nothing_whatever_else_it_does() {
     for busy in ["opens and closes", "takes back", "takes back and goes on", "writes on"] {
-        let mut bench = Bench::new(&[("patience", "4"), ("learners", "2")]);
-        let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
-        for id in ids {
-            bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-        }
+        let (mut bench, ids) = formed(&[("patience", "4")], &["a", "b"]);
+        bench.attach(&ids);
         everything(&mut bench, ids[0], true);
         if busy == "writes on" {
             open(&mut bench, ids[1]);
@@ -255,11 +241,8 @@ fn patience_ends_for_a_learner_that_contributes_nothing_whatever_else_it_does() 
 
 #[test]
 fn others_wait_for_a_living_process_beyond_the_lease_and_for_nobody_else() {
-    let mut bench = Bench::new(&[("lease", "1"), ("patience", "600"), ("learners", "3")]);
-    let ids = ["a", "b", "c"].map(|name| bench.join(name).unwrap());
-    for id in &ids[..2] {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let (mut bench, ids) = formed(&[("lease", "1"), ("patience", "600")], &["a", "b", "c"]);
+    bench.attach(&ids[..2]);
     let (step, uid) = open(&mut bench, ids[0]);
     bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000_000);
     bench.tick(999);
@@ -274,9 +257,8 @@ fn others_wait_for_a_living_process_beyond_the_lease_and_for_nobody_else() {
 
 #[test]
 fn without_patience_others_wait_for_ever() {
-    let mut bench = Bench::new(&[("lease", "1"), ("patience", "0"), ("learners", "2")]);
-    let ids = ["a", "b"].map(|name| bench.join(name).unwrap());
-    ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+    let (mut bench, ids) = formed(&[("lease", "1"), ("patience", "0")], &["a", "b"]);
+    bench.attach(&ids);
     everything(&mut bench, ids[0], true);
     bench.tick(10_000_000);
     assert_eq!(bench.left, []);
@@ -287,7 +269,7 @@ fn a_learner_whose_last_process_has_exited_leaves_after_linger_when_others_wait_
     for consistency in ["sync", "quorum(3)", "ssp(0)"] {
         let (mut bench, ids) = job("3", &["a", "b", "c"]);
         bench.set("consistency", consistency);
-        ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+        bench.attach(&ids);
         // `a` ends, `b` only hangs.
         bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
         bench.tick(10_000);
@@ -319,8 +301,7 @@ fn a_learner_that_comes_back_within_linger_stays() {
         bench.core.touch(ids[0].0, Some(Attached::Yes), bench.now);
         everything(&mut bench, ids[0], true);
         bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
-        bench.reduce_done(true);
-        assert_eq!(bench.versions_of(&[b]), [Some(Version(step))]);
+        bench.makes(step, &[b]);
         // Nobody waits for it meanwhile.
         bench.tick(3_000);
     }
@@ -352,7 +333,7 @@ fn a_learner_that_waits_for_others_does_not_linger() {
 #[test]
 fn how_many_have_not_joined_is_said_after_a_while() {
     let (mut bench, ids) = job("4", &["a", "b"]);
-    ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+    bench.attach(&ids);
     bench.set("linger", "1s");
     bench.tick(60_000);
     assert_eq!(bench.core.late(bench.now), None, "nobody waits");
@@ -379,7 +360,7 @@ fn how_many_have_not_joined_is_said_after_a_while() {
 fn awaited_learners_are_named_after_a_while() {
     let names: Vec<String> = (0..20).map(|i| format!("l{i}")).collect();
     let (mut bench, ids) = job("20", &names.iter().map(String::as_str).collect::<Vec<_>>());
-    ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+    bench.attach(&ids);
     bench.tick(60_000);
     assert_eq!(bench.core.late(bench.now), None, "nobody waits");
     let (step, uid) = open(&mut bench, ids[3]);
@@ -398,8 +379,7 @@ fn awaited_learners_are_named_after_a_while() {
     bench.tick(10);
     let late = bench.core.late(bench.now).unwrap();
     assert_eq!(late, (began, WaitedFor { learners: vec!["l7".to_owned()], more: 0 }), "the same wait");
-    everything(&mut bench, ids[7], true);
-    bench.reduce_done(true);
+    completes(&mut bench, ids[7]);
     bench.tick(10);
     assert_eq!(bench.core.late(bench.now), None);
 }
@@ -426,8 +406,7 @@ fn a_learner_has_a_whole_lease_after_waiting_for_others() {
         bench.core.touch(ids[1].0, None, bench.now);
     }
     everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
     bench.tick(999);
     assert_eq!(bench.left, []);
     bench.tick(1);
@@ -459,17 +438,14 @@ fn a_learner_that_retries_after_a_timeout_stays_and_one_that_hangs_leaves() {
     let a = bench.join("a").unwrap();
     open(&mut bench, a);
     let b = bench.join("b").unwrap();
-    for id in [a, b] {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    bench.attach(&[a, b]);
     let (step, uid) = open(&mut bench, b);
     for _ in 0..3 {
         bench.commit(b.0, step, uid, blocks([0]), true, 600);
         (0..4).for_each(|_| bench.tick(200));
     }
     assert_eq!(bench.left, [(a.0, LeaveReason::PatienceOver)]);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(1))]);
+    bench.makes(1, &[uid]);
 }
 
 #[test]

@@ -1,20 +1,14 @@
 //! Promises of jobs whose versions need a quorum.
 
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
-use libmodelio::vocabulary::shard_error::ShardError;
+use libmodelio::vocabulary::members::LeaveReason;
 
-use super::bench::{BLOCKS, Bench, Id, blocks, everything, ok, open};
+use super::bench::{Bench, Id, blocks, completes, everything, formed, ok, open};
 
 fn quorum(k: u32, names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let mut bench =
-        Bench::new(&[("consistency", &format!("quorum({k})")), ("learners", &learners), ("patience", "1")])
-            .in_process();
-    let ids: Vec<Id> = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    for id in &ids {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let (bench, ids) = formed(&[("consistency", &format!("quorum({k})")), ("patience", "1")], names);
+    let mut bench = bench.in_process();
+    bench.attach(&ids);
     (bench, ids)
 }
 
@@ -24,8 +18,7 @@ fn a_version_is_made_when_as_many_are_in() {
     let (a, _) = everything(&mut bench, ids[0], true);
     assert!(bench.running.is_none());
     let (c, _) = everything(&mut bench, ids[2], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, c]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, c]);
 }
 
 #[test]
@@ -47,14 +40,12 @@ fn a_late_contribution_counts_in_the_next_version() {
     assert!(!bench.comes(ids[2].0, late, 0));
     for _ in 0..3 {
         everything(&mut bench, ids[0], true);
-        everything(&mut bench, ids[1], true);
-        bench.reduce_done(true);
+        completes(&mut bench, ids[1]);
     }
     let ticket = bench.commit(ids[2].0, step, late, blocks([0]), true, 1_000);
     assert!(ok(&bench, ticket) && bench.running.is_none());
     everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[late]), [Some(Version(4))]);
+    bench.makes(4, &[late]);
 }
 
 #[test]
@@ -63,8 +54,7 @@ fn a_learner_counts_once_in_a_version() {
     let (first, _) = everything(&mut bench, ids[0], true);
     let (second, ticket) = everything(&mut bench, ids[0], true);
     assert!(bench.is_waiting(ticket) && bench.running.is_none(), "one learner is no quorum");
-    let (of_b, _) = everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
+    let (of_b, _) = completes(&mut bench, ids[1]);
     assert_eq!(bench.versions_of(&[first, second, of_b]), [Some(Version(1)), None, Some(Version(1))]);
     assert!(ok(&bench, ticket));
 }
@@ -76,8 +66,7 @@ fn fewer_learners_than_the_quorum_are_enough_when_all_are_in() {
     let (b, _) = everything(&mut bench, ids[1], true);
     assert!(bench.running.is_none());
     bench.leave(ids[2].0);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -86,8 +75,7 @@ fn a_leavers_contribution_counts_towards_the_quorum() {
     let (a, _) = everything(&mut bench, ids[0], true);
     bench.leave(ids[0].0);
     let (b, _) = everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -138,48 +126,13 @@ fn a_joiner_that_may_come_in_keeps_blocks_of_others_from_being_reduced_early() {
 }
 
 #[test]
-fn mapped_memory_is_given_back_before_the_quorum_is_there() {
-    let (mut bench, ids) = quorum(2, &["a", "b", "c"]);
-    let (a, ticket) = everything(&mut bench, ids[0], false);
-    bench.accumulate_done(true);
-    assert!(ok(&bench, ticket));
-    let (b, _) = everything(&mut bench, ids[1], false);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
-}
-
-#[test]
-fn a_quorum_waits_for_a_buffer() {
-    let (mut bench, ids) = quorum(1, &["a", "b"]);
-    everything(&mut bench, ids[0], true);
-    bench.reduce_done(false);
-    let (uid, ticket) = everything(&mut bench, ids[1], true);
-    assert!(bench.is_waiting(ticket) && bench.running.is_none());
-    bench.give_buffer();
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(2))]);
-}
-
-#[test]
-fn below_min_learners_a_quorum_stops_too() {
-    let (mut bench, ids) = quorum(1, &["a", "b"]);
-    bench.set("min_learners", "2");
-    let (step, uid) = open(&mut bench, ids[0]);
-    bench.leave(ids[1].0);
-    let all = blocks(0..BLOCKS);
-    let ticket = bench.commit(ids[0].0, step, uid, all, true, 1_000);
-    assert_eq!(bench.replies[&ticket], Err(ShardError::Stopped { active: 1, needed: 2 }));
-}
-
-#[test]
 fn a_silent_learner_leaves_only_when_the_quorum_waits_for_it() {
     // Two of three are enough: c holds nobody up, however long it is silent.
     let (mut bench, ids) = quorum(2, &["a", "b", "c"]);
     for _ in 0..10 {
         everything(&mut bench, ids[0], true);
         bench.tick(400);
-        everything(&mut bench, ids[1], true);
-        bench.reduce_done(true);
+        completes(&mut bench, ids[1]);
     }
     assert_eq!(bench.left, []);
     // b does not come either: now a waits for one of the two.
@@ -192,10 +145,12 @@ fn a_silent_learner_leaves_only_when_the_quorum_waits_for_it() {
 }
 
 #[test]
-fn a_smaller_quorum_frees_a_step_that_waits() {
-    let (mut bench, ids) = quorum(2, &["a", "b"]);
-    let (a, _) = everything(&mut bench, ids[0], true);
-    bench.set("consistency", "quorum(1)");
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+fn a_smaller_quorum_and_no_quorum_at_all_free_a_step_that_waits() {
+    for (from, to) in [("quorum(2)", "quorum(1)"), ("sync", "async")] {
+        let (mut bench, ids) = formed(&[("consistency", from)], &["a", "b"]);
+        let (a, _) = everything(&mut bench, ids[0], true);
+        bench.set("consistency", to);
+        bench.reduce_done(true);
+        assert_eq!(bench.versions_of(&[a]), [Some(Version(1))], "{to}");
+    }
 }

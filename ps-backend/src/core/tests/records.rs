@@ -4,7 +4,7 @@ use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
 use super::super::*;
-use super::bench::{everything, job, open};
+use super::bench::{completes, everything, job, open};
 
 fn known(record: &JobRecord) -> Vec<(&str, u64, Option<u64>)> {
     let learners = record.learners.iter();
@@ -16,8 +16,7 @@ fn a_record_has_what_is_part_of_the_version_and_no_more() {
     let (mut bench, ids) = job("2", &["a", "b"]);
     for _ in 0..2 {
         everything(&mut bench, ids[0], true);
-        everything(&mut bench, ids[1], true);
-        bench.reduce_done(true);
+        completes(&mut bench, ids[1]);
     }
     let record = bench.core.record();
     assert_eq!((record.version, record.contributions, record.steps.highest()), (Version(2), 4, 2));
@@ -39,8 +38,7 @@ fn a_record_has_what_is_part_of_the_version_and_no_more() {
 fn a_job_goes_on_from_a_record_with_other_lives_of_its_learners() {
     let (mut bench, ids) = job("2", &["a", "b"]);
     everything(&mut bench, ids[0], true);
-    everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
+    completes(&mut bench, ids[1]);
     bench.leave(ids[1].0);
     let record = bench.core.record();
     let (mut again, _) = job("2", &[]);

@@ -1,19 +1,14 @@
 //! Promises of jobs with bounded staleness.
 
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::bench::{Bench, Id, blocks, everything, ok, open};
+use super::bench::{Bench, Id, blocks, completes, everything, formed, ok, open};
 
 fn ssp(s: u32, names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
-    let mut bench =
-        Bench::new(&[("consistency", &format!("ssp({s})")), ("learners", &learners), ("patience", "1")]);
-    let ids: Vec<Id> = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    for id in &ids {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    let (mut bench, ids) = formed(&[("consistency", &format!("ssp({s})")), ("patience", "1")], names);
+    bench.attach(&ids);
     (bench, ids)
 }
 
@@ -45,27 +40,10 @@ fn a_learner_more_than_s_steps_ahead_waits_for_the_slowest() {
         let (_, ticket) = everything(&mut bench, ids[0], true);
         assert!(bench.is_waiting(ticket), "{s}");
         assert!(step(&mut bench, ids[1]) && bench.is_waiting(ticket), "c is still behind");
-        everything(&mut bench, ids[2], true);
-        bench.reduce_done(true);
+        completes(&mut bench, ids[2]);
         assert!(bench.running.is_some(), "the slowest has moved");
-        bench.reduce_done(true);
-        assert!(ok(&bench, ticket));
+        bench.answers(ticket);
     }
-}
-
-#[test]
-fn ssp_of_zero_is_lock_step() {
-    let (mut bench, ids) = ssp(0, &["a", "b"]);
-    for round in 0..3 {
-        assert!(step(&mut bench, ids[round % 2]));
-        let (_, ahead) = everything(&mut bench, ids[round % 2], true);
-        assert!(bench.is_waiting(ahead));
-        bench.withdraw(ids[round % 2].0);
-        assert_eq!(bench.replies[&ahead], Err(ShardError::Interrupted));
-        bench.abort(ids[round % 2].0);
-        assert!(step(&mut bench, ids[1 - round % 2]));
-    }
-    assert_eq!(bench.core.version(), Version(6));
 }
 
 #[test]
@@ -80,19 +58,7 @@ fn a_commit_that_waits_for_the_slowest_times_out_and_can_be_sent_again() {
     assert!(why.contains("slowest"), "{why}");
     step(&mut bench, ids[1]);
     let again = bench.commit(ids[0].0, of, uid, what, true, 100);
-    bench.reduce_done(true);
-    assert!(ok(&bench, again));
-}
-
-#[test]
-fn others_go_on_while_one_waits() {
-    let (mut bench, ids) = ssp(1, &["a", "b", "c"]);
-    step(&mut bench, ids[0]);
-    step(&mut bench, ids[0]);
-    let (_, ticket) = everything(&mut bench, ids[0], true);
-    assert!(bench.is_waiting(ticket));
-    assert!(step(&mut bench, ids[1]) && step(&mut bench, ids[1]));
-    assert!(bench.is_waiting(ticket));
+    bench.answers(again);
 }
 
 #[test]
@@ -101,8 +67,7 @@ fn the_slowest_that_leaves_frees_the_others() {
     step(&mut bench, ids[0]);
     let (uid, _) = everything(&mut bench, ids[0], true);
     bench.leave(ids[1].0);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(2))]);
+    bench.makes(2, &[uid]);
 }
 
 #[test]
@@ -172,8 +137,7 @@ fn a_learner_that_moves_now_and_then_is_given_time() {
 
 #[test]
 fn the_coordinator_that_was_gained_before_is_forgotten() {
-    let mut bench = Bench::new(&[("consistency", "async"), ("learners", "2")]);
-    let ids = ["a", "b"].map(|name| bench.join(name).unwrap());
+    let (mut bench, ids) = formed(&[("consistency", "async")], &["a", "b"]);
     for _ in 0..5 {
         step(&mut bench, ids[0]);
     }
@@ -184,8 +148,7 @@ fn the_coordinator_that_was_gained_before_is_forgotten() {
 
 #[test]
 fn new_weights_while_a_contribution_is_measured_are_no_step() {
-    let mut bench = Bench::new(&[("consistency", "ssp(0)"), ("clip_norm", "1"), ("learners", "2")]);
-    let ids = ["a", "b"].map(|name| bench.join(name).unwrap());
+    let (mut bench, ids) = formed(&[("consistency", "ssp(0)"), ("clip_norm", "1")], &["a", "b"]);
     let (uid, ticket) = everything(&mut bench, ids[0], true);
     let weights = bench.assign(1_000);
     bench.reduce_done(true);
@@ -193,8 +156,7 @@ fn new_weights_while_a_contribution_is_measured_are_no_step() {
     // It is measured again.
     bench.accumulate_done(false);
     bench.accumulate_done(true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[uid]), [Some(Version(2))]);
+    bench.makes(2, &[uid]);
     let (_, ahead) = everything(&mut bench, ids[0], true);
     assert!(bench.is_waiting(ahead), "it is a step ahead");
     everything(&mut bench, ids[1], true);

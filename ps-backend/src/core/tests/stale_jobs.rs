@@ -3,14 +3,11 @@
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{BLOCKS, Bench, Id, blocks, ok, open};
+use super::bench::{BLOCKS, Bench, Id, blocks, formed, open};
 
 fn aware(settings: &[(&str, &str)], names: &[&str]) -> (Bench, Vec<Id>) {
-    let learners = names.len().to_string();
     let first = [("consistency", "async"), ("staleness_aware", "true"), ("learning_rate", "0.5")];
-    let mut bench = Bench::new(&[&first[..], &[("learners", &learners)], settings].concat());
-    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
-    (bench, ids)
+    formed(&[&first, settings].concat(), names)
 }
 
 /// The rate of the plan under way.
@@ -63,8 +60,7 @@ fn a_version_that_there_is_not_is_refused_and_changes_nothing() {
     assert_eq!(why, "the commit says that its learner has version 1, and the newest is 0");
     assert!(bench.running.is_none());
     let ticket = bench.commit_from(ids[0].0, Some(0));
-    bench.reduce_done(true);
-    assert!(ok(&bench, ticket));
+    bench.answers(ticket);
 }
 
 #[test]

@@ -6,7 +6,9 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{BLOCKS, Bench, TENSORS, blocks, early_job, everything, job, ok, open};
+use super::bench::{
+    BLOCKS, Bench, TENSORS, blocks, completes, early_job, everything, job, ok, open, patient,
+};
 
 #[test]
 fn a_version_needs_all_learners() {
@@ -15,8 +17,7 @@ fn a_version_needs_all_learners() {
     assert!(ok(&bench, first) && bench.running.is_none(), "safe where it is, but b is missing");
     let (b, second) = everything(&mut bench, ids[1], true);
     assert!(!ok(&bench, second) && bench.running.is_some());
-    bench.reduce_done(true);
-    assert!(ok(&bench, second));
+    bench.answers(second);
     assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)), Some(Version(1))]);
 }
 
@@ -26,10 +27,8 @@ fn an_assignment_in_mid_step_leaves_the_step_as_it_is() {
     let (a, _) = everything(&mut bench, ids[0], true);
     bench.join("c").unwrap();
     let assigned = bench.assign(1_000);
-    bench.reduce_done(true);
-    assert!(ok(&bench, assigned));
-    let (b, _) = everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
+    bench.answers(assigned);
+    let (b, _) = completes(&mut bench, ids[1]);
     // c was not waited for, and the committed contributions are on top of the assigned weights.
     assert_eq!(bench.versions_of(&[a, b]), [Some(Version(2)); 2]);
 }
@@ -47,8 +46,7 @@ fn in_one_process_a_plan_of_all_gives_way_to_the_last_learner_if_that_has_no_blo
     assert!(bench.comes(ids[1].0, b, 0));
     assert_eq!(opened(&bench), Some([ids[1].0].into()));
     bench.commit(ids[1].0, step, b, blocks([0, 1]), true, 1_000);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -61,8 +59,7 @@ fn in_one_process_a_plan_of_all_goes_on_with_a_learner_that_has_a_block() {
     let first = bench.commit(ids[0].0, step, a, blocks([0, 1]), true, 1_000);
     assert!(ok(&bench, first) && bench.provisional.is_some(), "its payload stays where it is");
     bench.commit(ids[1].0, step, b, blocks([0, 1]), true, 1_000);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    bench.makes(1, &[a, b]);
 }
 
 #[test]
@@ -72,8 +69,7 @@ fn a_block_comes_early_beside_a_committed_contribution() {
     everything(&mut bench, ids[1], true);
     assert!(bench.comes(ids[0].0, a, 1));
     bench.commit(ids[0].0, step, a, blocks([0, 1]), true, 1_000);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
 }
 
 #[test]
@@ -85,8 +81,7 @@ fn a_commit_counts_once_however_often_it_is_sent() {
     assert!(bench.is_waiting(again), "being accumulated");
     bench.accumulate_done(true);
     assert!(ok(&bench, again));
-    everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
+    completes(&mut bench, ids[1]);
     let late = bench.commit(ids[0].0, Step(1), a, all(), false, 1_000);
     assert!(ok(&bench, late) && bench.running.is_none());
     assert_eq!(bench.core.contributions_taken(), 2);
@@ -122,8 +117,7 @@ fn an_aborted_commit_is_not_taken_later() {
     assert!(bench.is_waiting(commit));
     bench.abort(ids[0].0);
     assert!(bench.replies[&commit].is_err());
-    everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
+    completes(&mut bench, ids[1]);
     assert_eq!((bench.core.committed(), bench.versions_of(&[ahead])), (0, vec![None]));
 }
 
@@ -135,8 +129,7 @@ fn the_next_contribution_may_be_written_before_the_last_is_published() {
     assert_eq!(opening, Opening { step: Step(2), staging_lent: true });
     let (_, ahead) = everything(&mut bench, ids[0], true);
     assert!(bench.is_waiting(ahead), "its step is not current");
-    everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
+    completes(&mut bench, ids[1]);
     assert!(ok(&bench, ahead) && bench.core.committed() == 1);
 }
 
@@ -153,8 +146,7 @@ fn mapped_memory_is_given_back_before_the_commit_is_answered() {
     // The last one completes the version: it is read where it is, and answered when that is done.
     let (c, third) = everything(&mut bench, ids[2], false);
     assert!(bench.accumulations.is_empty() && bench.is_waiting(third));
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a, b, c]), [Some(Version(1)); 3]);
+    bench.makes(1, &[a, b, c]);
 }
 
 #[test]
@@ -168,8 +160,7 @@ fn without_memory_for_accumulating_the_contribution_stays_open() {
     bench.commit(ids[0].0, Step(1), a, all, false, 1_000);
     bench.accumulate_done(true);
     everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.makes(1, &[a]);
 }
 
 #[test]
@@ -185,8 +176,7 @@ fn a_commit_that_is_not_accumulated_in_time_times_out_and_can_be_retried() {
     bench.accumulate_done(true);
     bench.accumulate_done(true);
     everything(&mut bench, ids[2], false);
-    bench.reduce_done(true);
-    assert_eq!(bench.versions_of(&[b]), [Some(Version(1))]);
+    bench.makes(1, &[b]);
 }
 
 #[test]
@@ -198,8 +188,7 @@ fn a_commit_that_is_being_reduced_at_its_deadline_counts_and_can_be_asked_for() 
     let all = || blocks(0..BLOCKS);
     let again = bench.commit(ids[0].0, Step(1), a, all(), false, 1_000);
     assert!(bench.is_waiting(again));
-    bench.reduce_done(true);
-    assert!(ok(&bench, again));
+    bench.answers(again);
     assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
 }
 
@@ -243,8 +232,7 @@ fn changing_the_reducer_and_back_starts_its_state_anew() {
     let (mut bench, ids) = job("1", &["a"]);
     bench.set("reducer", "adam");
     for t in 1..=3 {
-        everything(&mut bench, ids[0], true);
-        bench.reduce_done(true);
+        completes(&mut bench, ids[0]);
         assert_eq!(bench.core.recipe.steps().runs(), [(TENSORS as u32, t)]);
     }
     bench.set("reducer", "sgd");
@@ -265,8 +253,7 @@ fn a_completing_commit_waits_for_a_buffer_and_can_be_retried() {
     assert!(matches!(bench.replies[&ticket], Err(ShardError::TimedOut(_))));
     let ticket = bench.commit(ids[0].0, step, uid, notice(), true, 50);
     bench.give_buffer();
-    bench.reduce_done(true);
-    assert!(ok(&bench, ticket));
+    bench.answers(ticket);
 }
 
 #[test]
@@ -282,8 +269,7 @@ fn new_weights_wait_for_a_contribution_of_which_blocks_were_reduced() {
     assert!(bench.is_waiting(ticket) && bench.running.is_none(), "the contribution is still open");
     bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
     bench.reduce_done(true);
-    bench.reduce_done(true);
-    assert!(ok(&bench, ticket));
+    bench.answers(ticket);
     assert_eq!((bench.core.version(), bench.versions_of(&[uid])), (Version(2), vec![Some(Version(1))]));
 }
 
@@ -311,8 +297,7 @@ fn an_aborted_commit_that_fails_later_leaves_nothing_open() {
 
 #[test]
 fn mapped_memory_waits_for_the_others_as_long_as_patience_lasts() {
-    let mut bench = Bench::patient(&[("learners", "3")], 20);
-    let ids: Vec<_> = ["a", "b", "c"].iter().map(|name| bench.join(name).unwrap()).collect();
+    let (mut bench, ids) = patient(&[], &["a", "b", "c"], 20);
     let (a, first) = everything(&mut bench, ids[0], false);
     bench.tick(15);
     assert!(bench.accumulations.is_empty() && bench.is_waiting(first));
@@ -331,8 +316,7 @@ fn mapped_memory_waits_for_the_others_as_long_as_patience_lasts() {
 
 #[test]
 fn patience_leaves_time_to_accumulate_before_the_deadline() {
-    let mut bench = Bench::patient(&[("learners", "2")], 10_000);
-    let ids: Vec<_> = ["a", "b"].iter().map(|name| bench.join(name).unwrap()).collect();
+    let (mut bench, ids) = patient(&[], &["a", "b"], 10_000);
     let (_, ticket) = everything(&mut bench, ids[0], false);
     bench.tick(250);
     bench.accumulate_done(true);
@@ -341,8 +325,7 @@ fn patience_leaves_time_to_accumulate_before_the_deadline() {
 
 #[test]
 fn a_commit_with_nan_that_is_found_in_the_version_is_taken_back() {
-    let mut bench = Bench::patient(&[("learners", "2")], 20);
-    let ids: Vec<_> = ["a", "b"].iter().map(|name| bench.join(name).unwrap()).collect();
+    let (mut bench, ids) = patient(&[], &["a", "b"], 20);
     let (a, first) = everything(&mut bench, ids[0], false);
     let (b, second) = everything(&mut bench, ids[1], false);
     assert!(bench.reduce_refused());
@@ -354,15 +337,13 @@ fn a_commit_with_nan_that_is_found_in_the_version_is_taken_back() {
     assert!(ok(&bench, second));
     let all = blocks(0..BLOCKS);
     let third = bench.commit(ids[0].0, Step(1), a, all, false, 1_000);
-    bench.reduce_done(true);
-    assert!(ok(&bench, third));
+    bench.answers(third);
     assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
 }
 
 #[test]
 fn a_withdrawn_commit_is_open_again_and_one_that_is_taken_stays() {
-    let mut bench = Bench::patient(&[("learners", "2")], 20);
-    let ids: Vec<_> = ["a", "b"].iter().map(|name| bench.join(name).unwrap()).collect();
+    let (mut bench, ids) = patient(&[], &["a", "b"], 20);
     let all = || blocks(0..BLOCKS);
     // Taken, but nothing of it was read.
     let (a, mapped) = everything(&mut bench, ids[0], false);
@@ -377,8 +358,7 @@ fn a_withdrawn_commit_is_open_again_and_one_that_is_taken_stays() {
     let (ahead, ticket) = everything(&mut bench, ids[0], true);
     bench.withdraw(ids[0].0);
     assert_eq!(bench.replies[&ticket], Err(ShardError::Interrupted));
-    everything(&mut bench, ids[1], true);
-    bench.reduce_done(true);
+    completes(&mut bench, ids[1]);
     let ticket = bench.commit(ids[0].0, Step(2), ahead, all(), true, 1_000);
     assert!(ok(&bench, ticket));
     assert_eq!(bench.versions_of(&[a, ahead]), [Some(Version(1)), None]);

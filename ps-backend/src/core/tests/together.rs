@@ -1,11 +1,11 @@
 //! On a network, the learners of a synchronous job write to one plan at the same time.
 
 use libmodelio::vocabulary::ids::{Step, Version};
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Id, Uid, blocks, everything, ok, open};
+use super::bench::{Bench, Id, Uid, blocks, everything, ok, open, patient};
 
 type Written = (Step, Uid);
 
@@ -189,8 +189,7 @@ fn the_only_learner_of_an_asynchronous_job_that_writes_has_a_plan() {
     let (_, of_b) = open(&mut bench, b);
     assert!(!bench.comes(b.0, of_b, 0), "the plan is a's");
     let first = commit(&mut bench, a, of_a, 60_000);
-    bench.reduce_done(true);
-    assert!(ok(&bench, first));
+    bench.answers(first);
     assert!(bench.comes(b.0, of_b, 1) || bench.provisional.is_some(), "b is the only one that writes now");
     assert_eq!(bench.versions_of(&[of_a.1]), [Some(Version(1))]);
 }
@@ -200,8 +199,7 @@ fn where_others_commit_meanwhile_an_asynchronous_job_does_without_such_plans() {
     let (mut bench, [a, b], of_a) = asynchronous();
     let (_, committed) = everything(&mut bench, b, false);
     assert!(bench.provisional.is_none() && bench.running.is_some());
-    bench.reduce_done(true);
-    assert!(ok(&bench, committed));
+    bench.answers(committed);
     commit(&mut bench, a, of_a, 60_000);
     bench.reduce_done(true);
     let mut begins = Vec::new();
@@ -219,8 +217,8 @@ fn where_others_commit_meanwhile_an_asynchronous_job_does_without_such_plans() {
 
 #[test]
 fn where_one_commits_long_before_the_other_its_contribution_is_seldom_sent_in_vain() {
-    let mut bench = Bench::patient(&[("learners", "2"), ("lease", "0")], 50).on_a_network();
-    let [a, b] = ["a", "b"].map(|name| bench.join(name).unwrap());
+    let (bench, ids) = patient(&[("lease", "0")], &["a", "b"], 50);
+    let (mut bench, [a, b]) = (bench.on_a_network(), [ids[0], ids[1]]);
     let mut begins = Vec::new();
     for _ in 0..40 {
         let (of_a, of_b) = (open(&mut bench, a), open(&mut bench, b));
@@ -264,9 +262,7 @@ fn nobody_leaves_because_of_a_plan_that_others_do_not_wait_for() {
     let mut bench =
         Bench::new(&[("consistency", "ssp(1)"), ("learners", "3"), ("lease", "60")]).on_a_network();
     let [a, b, c] = ["a", "b", "c"].map(|name| bench.join(name).unwrap());
-    for id in [a, b, c] {
-        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
-    }
+    bench.attach(&[a, b, c]);
     for id in [a, b, b] {
         everything(&mut bench, id, false);
         bench.finish_work();

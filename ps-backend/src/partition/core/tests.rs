@@ -36,7 +36,15 @@ fn source(client: ClientId, of: impl IntoIterator<Item = usize>) -> Source {
     Source { client, blocks: blocks(of), check: true, provisional: false }
 }
 
-/// A partition of three blocks at version 4.
+/// Of a contribution that is still written: any block may come.
+fn open(client: ClientId) -> Source {
+    Source { provisional: true, ..source(client, [0, 1, 2]) }
+}
+
+/// What is done when plan 1 counts, and when it is dropped.
+const COUNTS: [Action; 2] = [Action::Conclude(ONE), Action::Done(ONE)];
+const GONE: [Action; 2] = [Action::Void(ONE), Action::Done(ONE)];
+
 /// The kinds of work.
 enum Kind {
     Add,
@@ -44,6 +52,7 @@ enum Kind {
     Assign,
 }
 
+/// A partition of three blocks at version 4.
 struct Bench {
     core: PartitionCore,
 }
@@ -78,9 +87,8 @@ impl Bench {
     /// Starts a plan that has its memory; returns the actions that follow.
     fn begin(&mut self, plan: PartitionPlan) -> Vec<Action> {
         let id = plan.id;
-        let actions = self.acts(|core, actions| core.start(plan, false, actions).unwrap());
-        assert_eq!(actions, [Action::Begin(id)]);
-        self.acts(|core, actions| core.begun(id, actions))
+        assert_eq!(self.starts(plan), [Action::Begin(id)]);
+        self.begun(id)
     }
 
     /// How the core refuses `f`, which makes it do nothing.
@@ -94,8 +102,51 @@ impl Bench {
         error
     }
 
+    fn starts(&mut self, plan: PartitionPlan) -> Vec<Action> {
+        self.acts(|core, actions| core.start(plan, false, actions).unwrap())
+    }
+
+    fn begun(&mut self, plan: PlanId) -> Vec<Action> {
+        self.acts(|core, actions| core.begun(plan, actions))
+    }
+
+    fn drops(&mut self, plan: PlanId) -> Vec<Action> {
+        self.acts(|core, actions| core.drop_plan(plan, actions).unwrap())
+    }
+
+    fn concludes(&mut self, plan: PlanId) -> Vec<Action> {
+        self.acts(|core, actions| core.conclude(plan, actions).unwrap())
+    }
+
+    fn computed(&mut self, plan: PlanId) -> Vec<Action> {
+        self.acts(|core, actions| core.computed(plan, actions))
+    }
+
+    fn ends(
+        &mut self,
+        client: ClientId,
+        plan: PlanId,
+        block: u32,
+        outcome: ReservationOutcome,
+    ) -> Vec<Action> {
+        self.acts(|core, actions| core.end(client, plan, block, outcome, actions))
+    }
+
+    /// A payload is sent, and is there.
+    fn comes(&mut self, client: ClientId, plan: PlanId, block: u32) -> Vec<Action> {
+        self.core.reserve(client, plan, block, SENT);
+        self.completes(client, plan, block)
+    }
+
+    /// The same; where it went.
+    fn placed(&mut self, client: ClientId, plan: PlanId, block: u32) -> Placement {
+        let placement = self.core.reserve(client, plan, block, SENT);
+        self.completes(client, plan, block);
+        placement
+    }
+
     fn completes(&mut self, client: ClientId, plan: PlanId, block: u32) -> Vec<Action> {
-        self.acts(|core, actions| core.end(client, plan, block, ReservationOutcome::Complete, actions))
+        self.ends(client, plan, block, ReservationOutcome::Complete)
     }
 }
 
@@ -119,10 +170,9 @@ fn the_first_is_stored_others_are_added_the_last_finishes() {
     assert_eq!(bench.completes(A, ONE, 0), []);
     assert_eq!(bench.completes(A, ONE, 1), []);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
-    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+    assert_eq!(bench.computed(ONE), [Action::Ready(ONE)]);
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Duplicate);
-    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.concludes(ONE), COUNTS);
     assert_eq!(bench.core.version(), Version(5));
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Unwanted, "the plan is over");
 }
@@ -132,12 +182,10 @@ fn a_sum_that_is_kept_makes_no_version() {
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0])];
     assert_eq!(bench.begin(Bench::plan(ONE, Kind::Add, sources)), []);
-    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
-    bench.completes(A, ONE, 0);
+    assert_eq!(bench.placed(A, ONE, 0), STORE);
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), ADD);
     assert_eq!(bench.completes(B, ONE, 0), [Action::Ready(ONE)]);
-    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.concludes(ONE), COUNTS);
     assert_eq!(bench.core.version(), Version(4));
 }
 
@@ -152,15 +200,12 @@ fn sums_that_are_measured_are_kept_and_make_no_version() {
     };
     let plan = PartitionPlan { work, ..Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0, 1])]) };
     assert_eq!(bench.begin(plan), [Action::Compute(ONE, blocks([2]))], "nobody sends this block");
-    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
-    bench.completes(A, ONE, 0);
-    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), LAST);
-    bench.completes(B, ONE, 0);
+    assert_eq!(bench.placed(A, ONE, 0), STORE);
+    assert_eq!(bench.placed(B, ONE, 0), LAST);
     assert_eq!(bench.core.reserve(B, ONE, 1, SENT), ALONE);
     assert_eq!(bench.completes(B, ONE, 1), [], "a block is being measured");
-    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
-    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.computed(ONE), [Action::Ready(ONE)]);
+    assert_eq!(bench.concludes(ONE), COUNTS);
     assert_eq!(bench.core.version(), Version(4));
 }
 
@@ -170,10 +215,9 @@ fn new_values_make_a_version_and_leave_the_other_blocks() {
     let alone = bench.begin(Bench::plan(ONE, Kind::Assign, vec![source(A, [1])]));
     assert_eq!(alone, [Action::Compute(ONE, blocks([0, 2]))]);
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), ALONE);
-    bench.acts(|core, actions| core.computed(ONE, actions));
+    bench.computed(ONE);
     assert_eq!(bench.completes(A, ONE, 1), [Action::Ready(ONE)]);
-    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.concludes(ONE), COUNTS);
     assert_eq!(bench.core.version(), Version(5));
 }
 
@@ -184,8 +228,7 @@ fn an_ordered_plan_takes_each_in_its_turn() {
     bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Add, sources) });
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Later, "B comes first");
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), STORE, "it is alone here");
-    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), STORE);
-    bench.completes(B, ONE, 0);
+    assert_eq!(bench.placed(B, ONE, 0), STORE);
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), ADD);
 }
 
@@ -195,10 +238,10 @@ fn payloads_may_come_before_their_plan() {
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Later);
     assert_eq!(bench.core.missing(A, ONE), None);
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
-    bench.acts(|core, actions| core.start(plan, false, actions).unwrap());
+    bench.starts(plan);
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Later, "the edge takes its memory");
     assert_eq!(bench.core.missing(A, ONE), None);
-    bench.acts(|core, actions| core.begun(ONE, actions));
+    bench.begun(ONE);
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
 }
 
@@ -207,7 +250,7 @@ fn a_released_payload_can_come_again() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
     bench.core.reserve(A, ONE, 0, SENT);
-    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::Released, actions)), []);
+    assert_eq!(bench.ends(A, ONE, 0, ReservationOutcome::Released), []);
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
     assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
 }
@@ -219,16 +262,12 @@ fn nan_voids_a_plan_until_it_is_dropped() {
     bench.begin(plan.clone());
     bench.core.reserve(A, ONE, 0, SENT);
     let refused = [Action::NonFinite { plan: ONE, client: A, block: 0 }];
-    assert_eq!(
-        bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::NonFinite, actions)),
-        refused
-    );
+    assert_eq!(bench.ends(A, ONE, 0, ReservationOutcome::NonFinite), refused);
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Unwanted);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
     // The coordinator asks again: the answer may be lost.
-    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), refused);
-    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
-    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.starts(plan), refused);
+    assert_eq!(bench.drops(ONE), GONE);
 }
 
 #[test]
@@ -236,23 +275,18 @@ fn a_payload_that_may_have_changed_while_it_was_read_is_in_no_plan() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
     bench.begin(plan.clone());
-    bench.core.reserve(A, ONE, 0, SENT);
-    bench.completes(A, ONE, 0);
+    bench.comes(A, ONE, 0);
     bench.core.reserve(A, ONE, 1, SENT);
     bench.core.reserve(A, ONE, 2, SENT);
-    assert_eq!(
-        bench.acts(|core, actions| core.end(A, ONE, 1, ReservationOutcome::Torn, actions)),
-        [Action::Torn(ONE)]
-    );
+    assert_eq!(bench.ends(A, ONE, 1, ReservationOutcome::Torn), [Action::Torn(ONE)]);
     // Further payloads make it no better, and nothing more is wanted.
     assert_eq!(bench.completes(A, ONE, 2), []);
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Unwanted);
     let early = bench.core.conclude(ONE, &mut Vec::new());
     assert_eq!(early, Err(PartitionError::NotReady(ONE)));
     // The coordinator asks again: the answer may be lost.
-    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), [Action::Torn(ONE)]);
-    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
-    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.starts(plan), [Action::Torn(ONE)]);
+    assert_eq!(bench.drops(ONE), GONE);
 }
 
 #[test]
@@ -262,15 +296,11 @@ fn a_dropped_plan_is_void_when_no_reservation_of_it_is_left() {
     bench.core.reserve(A, ONE, 0, SENT);
     bench.core.reserve(A, ONE, 1, SENT);
     assert!(bench.core.wants(ONE));
-    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
+    assert_eq!(bench.drops(ONE), [Action::Abandon(ONE)]);
     assert!(!bench.core.wants(ONE));
-    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::Released, actions)), []);
-    assert_eq!(bench.completes(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
-    assert_eq!(
-        bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()),
-        [Action::Done(ONE)],
-        "said again"
-    );
+    assert_eq!(bench.ends(A, ONE, 0, ReservationOutcome::Released), []);
+    assert_eq!(bench.completes(A, ONE, 1), GONE);
+    assert_eq!(bench.drops(ONE), [Action::Done(ONE)], "said again");
 }
 
 #[test]
@@ -279,15 +309,14 @@ fn clients_are_silent_until_a_payload_of_the_plan_has_come() {
     assert_eq!(bench.core.silent(ONE), None, "nobody waits for it");
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(C, []), source(B, [0, 2])]));
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 2), (B, 2)]), "no block of the third one is here");
-    bench.core.reserve(A, ONE, 1, SENT);
-    bench.completes(A, ONE, 1);
+    bench.comes(A, ONE, 1);
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 2)]), "the first one still lacks a block");
     assert_eq!(bench.core.silent(TWO), None);
     // Also if the plan is dropped because a payload was not whole.
     bench.core.reserve(A, ONE, 0, SENT);
-    bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::Torn, actions));
+    bench.ends(A, ONE, 0, ReservationOutcome::Torn);
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 2)]));
-    bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+    bench.drops(ONE);
     assert_eq!(bench.core.silent(ONE), None, "a repeated order says it no more");
 }
 
@@ -296,7 +325,7 @@ fn whoever_has_sent_what_is_not_finite_is_not_silent() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
     bench.core.reserve(A, ONE, 1, SENT);
-    bench.acts(|core, actions| core.end(A, ONE, 1, ReservationOutcome::NonFinite, actions));
+    bench.ends(A, ONE, 1, ReservationOutcome::NonFinite);
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 1)]));
 }
 
@@ -306,15 +335,14 @@ fn where_the_order_of_clients_counts_only_the_first_is_silent() {
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
     bench.begin(PartitionPlan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 1)]));
-    bench.core.reserve(A, ONE, 0, SENT);
-    bench.completes(A, ONE, 0);
+    bench.comes(A, ONE, 0);
     assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 1)]), "the third one may wait for the second");
 }
 
 #[test]
 fn a_plan_that_is_dropped_before_it_comes_never_begins() {
     let mut bench = Bench::new();
-    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Done(ONE)]);
+    assert_eq!(bench.drops(ONE), [Action::Done(ONE)]);
     let late = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     assert_eq!(bench.refused(|core, actions| core.start(late, false, actions)), order(ONE, ONE));
     assert_eq!(bench.core.running(), None);
@@ -326,17 +354,13 @@ fn orders_that_are_repeated_are_answered_again_and_change_nothing() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
     bench.begin(plan.clone());
-    assert_eq!(bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()), []);
+    assert_eq!(bench.starts(plan.clone()), []);
     for block in 0..3 {
-        bench.core.reserve(A, ONE, block, SENT);
-        bench.completes(A, ONE, block);
+        bench.comes(A, ONE, block);
     }
-    assert_eq!(
-        bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()),
-        [Action::Ready(ONE)]
-    );
-    bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(bench.acts(|core, actions| core.conclude(ONE, actions).unwrap()), [Action::Done(ONE)]);
+    assert_eq!(bench.starts(plan.clone()), [Action::Ready(ONE)]);
+    bench.concludes(ONE);
+    assert_eq!(bench.concludes(ONE), [Action::Done(ONE)]);
     // A plan that this coordinator calls past gets no answer that it waits for, but gets an answer.
     assert_eq!(bench.refused(|core, actions| core.start(plan, false, actions)), order(ONE, ONE));
     assert_eq!(bench.core.version(), Version(5));
@@ -360,7 +384,7 @@ fn numbers_of_a_false_coordinator_are_void_with_the_next_connection() {
     for said in [PlanId(0), ONE, PlanId(77), PlanId(u64::MAX)] {
         let mut bench = Bench::new();
         bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
-        bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+        bench.concludes(ONE);
         bench.core.coordinated_anew(said);
         // Whatever the stranger gets the partition to do:
         for plan in [TWO, PlanId(said.0.saturating_add(1)), said] {
@@ -371,10 +395,9 @@ fn numbers_of_a_false_coordinator_are_void_with_the_next_connection() {
         bench.core.coordinated_anew(ONE);
         let plan = Bench::plan(TWO, Kind::Add, vec![source(A, [0])]);
         if let Some((running, _)) = bench.core.running() {
-            let begun = bench.acts(|core, actions| core.begun(running, actions));
-            assert_eq!(begun, []);
+            assert_eq!(bench.begun(running), []);
         }
-        let started = bench.acts(|core, actions| core.start(plan, false, actions).unwrap());
+        let started = bench.starts(plan);
         assert_eq!(started.last(), Some(&Action::Begin(TWO)), "{said}");
     }
 }
@@ -391,12 +414,9 @@ fn a_plan_of_a_false_coordinator_makes_way_for_the_true_ones() {
         |core: &mut PartitionCore, actions: &mut Vec<Action>| core.start(plan.clone(), false, actions);
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Abandon(ONE)]);
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [], "a block of it is reserved");
-    assert_eq!(
-        bench.acts(|core, actions| core.end(A, ONE, 0, ReservationOutcome::Released, actions)),
-        [Action::Void(ONE)]
-    );
+    assert_eq!(bench.ends(A, ONE, 0, ReservationOutcome::Released), [Action::Void(ONE)]);
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Begin(ONE)]);
-    bench.acts(|core, actions| core.begun(ONE, actions));
+    bench.begun(ONE);
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), Placement::Unwanted);
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
 }
@@ -406,8 +426,7 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     bench.begin(plan.clone());
-    bench.core.reserve(A, ONE, 0, SENT);
-    assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
+    assert_eq!(bench.comes(A, ONE, 0), [Action::Ready(ONE)]);
     for said in [PlanId(0), ONE, PlanId(u64::MAX)] {
         bench.core.coordinated_anew(said);
         let other = Bench::plan(ONE, Kind::Add, vec![]);
@@ -418,12 +437,8 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
     }
     // The coordinator is back: it names the plan, and then says what becomes of it.
     bench.core.coordinated_anew(ONE);
-    assert_eq!(
-        bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()),
-        [Action::Ready(ONE)]
-    );
-    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.starts(plan.clone()), [Action::Ready(ONE)]);
+    assert_eq!(bench.concludes(ONE), COUNTS);
 
     // A plan that the coordinator does not know, though it insists, does not stay.
     let mut bench = Bench::new();
@@ -462,8 +477,7 @@ fn contradictions_are_refused_and_change_nothing() {
 
 /// A plan whose source `client` may send any block.
 fn provisional(id: PlanId, client: ClientId) -> PartitionPlan {
-    let source = Source { provisional: true, ..source(client, [0, 1, 2]) };
-    Bench::plan(id, Kind::Reduce, vec![source])
+    Bench::plan(id, Kind::Reduce, vec![open(client)])
 }
 
 #[test]
@@ -477,44 +491,34 @@ fn blocks_of_a_provisional_plan_are_computed_as_they_come_and_the_rest_when_it_i
         (None, Some((ONE, 2))),
         "nobody knows yet"
     );
-    let early = bench.refused(|core, actions| core.conclude(ONE, actions));
-    assert_eq!(early, PartitionError::NotReady(ONE));
+    assert_eq!(bench.refused(|core, actions| core.conclude(ONE, actions)), PartitionError::NotReady(ONE));
     // The plan was whole with two blocks, of which one has come.
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1])]);
     let again = sealed.clone();
-    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
-    assert_eq!(actions, [Action::Sealed(ONE), Action::Compute(ONE, blocks([2]))]);
-    assert_eq!(
-        bench.acts(|core, actions| core.start(again, false, actions).unwrap()),
-        [],
-        "it is sealed once"
-    );
+    assert_eq!(bench.starts(sealed), [Action::Sealed(ONE), Action::Compute(ONE, blocks([2]))]);
+    assert_eq!(bench.starts(again), [], "it is sealed once");
     let late = provisional(ONE, A);
-    let repeated = bench.acts(|core, actions| core.start(late, false, actions).unwrap());
-    assert_eq!(repeated, [], "it has been sealed since");
+    assert_eq!(bench.starts(late), [], "it has been sealed since");
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([0])));
     assert_eq!(bench.core.reserve(A, ONE, 2, AHEAD), Placement::Unwanted);
     assert_eq!(bench.core.reserve(A, ONE, 0, AHEAD), ALONE);
     assert_eq!(bench.completes(A, ONE, 0), []);
-    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+    assert_eq!(bench.computed(ONE), [Action::Ready(ONE)]);
 }
 
 #[test]
 fn a_plan_that_is_sealed_before_it_has_begun_computes_the_rest_when_it_has() {
     let mut bench = Bench::new();
-    bench.acts(|core, actions| core.start(provisional(ONE, A), false, actions).unwrap());
+    bench.starts(provisional(ONE, A));
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [])]);
-    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
-    assert_eq!(actions, [Action::Sealed(ONE)]);
-    let begun = bench.acts(|core, actions| core.begun(ONE, actions));
-    assert_eq!(begun, [Action::Compute(ONE, blocks([0, 1, 2]))]);
-    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+    assert_eq!(bench.starts(sealed), [Action::Sealed(ONE)]);
+    assert_eq!(bench.begun(ONE), [Action::Compute(ONE, blocks([0, 1, 2]))]);
+    assert_eq!(bench.computed(ONE), [Action::Ready(ONE)]);
 }
 
 #[test]
 fn of_several_who_write_each_may_turn_out_to_send_less() {
     let mut bench = Bench::new();
-    let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
     for block in [0, 1] {
         assert_eq!(bench.core.reserve(A, ONE, block, AHEAD), STORE);
@@ -523,14 +527,11 @@ fn of_several_who_write_each_may_turn_out_to_send_less() {
     // A block is reserved while the plan is sealed, and its payload turns out to be the only one.
     assert_eq!(bench.core.reserve(A, ONE, 2, AHEAD), STORE);
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2]), source(B, [0])]);
-    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
-    assert_eq!(actions, [Action::Sealed(ONE), Action::Compute(ONE, blocks([1]))]);
+    assert_eq!(bench.starts(sealed), [Action::Sealed(ONE), Action::Compute(ONE, blocks([1]))]);
     assert_eq!(bench.completes(A, ONE, 2), [], "one thing is computed at a time");
-    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), LAST);
-    bench.completes(B, ONE, 0);
-    let computed = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(computed, [Action::Compute(ONE, blocks([2]))]);
-    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+    assert_eq!(bench.placed(B, ONE, 0), LAST);
+    assert_eq!(bench.computed(ONE), [Action::Compute(ONE, blocks([2]))]);
+    assert_eq!(bench.computed(ONE), [Action::Ready(ONE)]);
 }
 
 #[test]
@@ -540,23 +541,20 @@ fn a_block_that_was_not_to_come_tears_the_plan_when_it_is_sealed() {
     bench.core.reserve(A, ONE, 1, AHEAD);
     bench.completes(A, ONE, 1);
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0])]);
-    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
-    assert_eq!(actions, [Action::Sealed(ONE), Action::Torn(ONE)]);
+    assert_eq!(bench.starts(sealed), [Action::Sealed(ONE), Action::Torn(ONE)]);
 }
 
 #[test]
 fn a_payload_of_the_sealed_plan_waits_until_the_plan_is_sealed() {
     let mut bench = Bench::new();
     let committed = source(B, [0, 1]);
-    let open = Source { provisional: true, ..source(A, [0, 1, 2]) };
-    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open, committed.clone()]));
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), committed.clone()]));
     assert_eq!(bench.core.reserve(A, ONE, 0, AHEAD), STORE);
     bench.completes(A, ONE, 0);
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Later, "it may be written in part");
-    assert_eq!(bench.core.reserve(B, ONE, 1, SENT), STORE, "this contribution is committed");
-    bench.completes(B, ONE, 1);
+    assert_eq!(bench.placed(B, ONE, 1), STORE, "this contribution is committed");
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), committed]);
-    bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
+    bench.starts(sealed);
     assert_eq!(bench.core.reserve(A, ONE, 1, SENT), LAST);
 }
 
@@ -565,8 +563,8 @@ fn a_provisional_plan_that_is_dropped_leaves_nothing() {
     let mut bench = Bench::new();
     bench.begin(provisional(ONE, A));
     bench.core.reserve(A, ONE, 1, AHEAD);
-    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
-    assert_eq!(bench.completes(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.drops(ONE), [Action::Abandon(ONE)]);
+    assert_eq!(bench.completes(A, ONE, 1), GONE);
     assert_eq!(bench.core.version(), Version(4));
     assert_eq!(bench.core.reserve(A, ONE, 0, AHEAD), Placement::Unwanted);
 }
@@ -576,8 +574,10 @@ fn only_the_plan_that_has_begun_can_be_sealed() {
     let mut bench = Bench::new();
     bench.begin(provisional(ONE, A));
     let other = Bench::plan(ONE, Kind::Reduce, vec![source(B, [0])]);
-    let error = bench.refused(|core, actions| core.start(other, false, actions));
-    assert_eq!(error, PartitionError::Overlap { new: ONE, running: ONE });
+    assert_eq!(
+        bench.refused(|core, actions| core.start(other, false, actions)),
+        PartitionError::Overlap { new: ONE, running: ONE }
+    );
 }
 
 /// A payload that goes in one pass with others, which are kept.
@@ -669,8 +669,7 @@ fn an_ordered_plan_is_torn_if_a_kept_payload_goes_that_was_to_be_added_before() 
         bench.core.is_gone(gone, ONE, 0);
         assert_eq!(bench.core.take_kept(by, ONE, 0), outcome, "{by} without {gone}");
         if outcome.is_err() {
-            let actions = bench.acts(|core, actions| core.end(by, ONE, 0, ReservationOutcome::Torn, actions));
-            assert_eq!(actions, [Action::Torn(ONE)]);
+            assert_eq!(bench.ends(by, ONE, 0, ReservationOutcome::Torn), [Action::Torn(ONE)]);
         }
     }
 }
@@ -678,7 +677,6 @@ fn an_ordered_plan_is_torn_if_a_kept_payload_goes_that_was_to_be_added_before() 
 #[test]
 fn kept_payloads_are_gathered_when_nothing_else_comes_for_their_block() {
     let mut bench = Bench::new();
-    let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
     for block in 0..3 {
         assert_eq!(bench.core.reserve(A, ONE, block, Sent { ahead: true, ..LIES }), Placement::Keep);
@@ -686,13 +684,12 @@ fn kept_payloads_are_gathered_when_nothing_else_comes_for_their_block() {
     // A payload is on its way into the sum while the plan is sealed.
     assert_eq!(bench.core.reserve(B, ONE, 1, AHEAD), together(true));
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2]), source(B, [1])]);
-    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
-    assert_eq!(actions, [Action::Sealed(ONE), Action::Gather(ONE, blocks([0, 2]))]);
+    assert_eq!(bench.starts(sealed), [Action::Sealed(ONE), Action::Gather(ONE, blocks([0, 2]))]);
     let (client, place) = bench.core.reserve_kept(ONE, 0).unwrap();
     assert_eq!((client, Placement::Ready(place)), (A, ALONE));
     assert_eq!(bench.core.reserve_kept(ONE, 0), None);
     assert_eq!(bench.completes(A, ONE, 0), []);
-    assert_eq!(bench.acts(|core, actions| core.end(B, ONE, 1, ReservationOutcome::Released, actions)), []);
+    assert_eq!(bench.ends(B, ONE, 1, ReservationOutcome::Released), []);
     assert_eq!(bench.core.reserve(B, ONE, 1, LIES), together(true));
 }
 
@@ -701,8 +698,7 @@ fn kept_payloads_do_not_hold_up_a_dropped_plan() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0])]));
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
-    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
-    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.drops(ONE), GONE);
 }
 
 #[test]
@@ -710,7 +706,6 @@ fn a_reader_gets_blocks_as_they_are_computed_and_all_of_them_once_the_version_co
     let mut bench = Bench::new();
     let mut has = blocks([]);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait, "it may begin");
-    let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
     for client in [A, B] {
         assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait);
@@ -722,21 +717,18 @@ fn a_reader_gets_blocks_as_they_are_computed_and_all_of_them_once_the_version_co
     has.insert(1);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait);
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [1, 2]), source(B, [1])]);
-    let compute = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
-    assert_eq!(compute, [Action::Sealed(ONE), Action::Compute(ONE, blocks([0]))]);
+    assert_eq!(bench.starts(sealed), [Action::Sealed(ONE), Action::Compute(ONE, blocks([0]))]);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait);
-    bench.acts(|core, actions| core.computed(ONE, actions));
+    bench.computed(ONE);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Computed(0));
-    bench.core.reserve(A, ONE, 2, SENT);
-    assert_eq!(bench.completes(A, ONE, 2), [Action::Ready(ONE)]);
-    bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(bench.comes(A, ONE, 2), [Action::Ready(ONE)]);
+    bench.concludes(ONE);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)));
     bench.begin(PartitionPlan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)));
-    bench.acts(|core, actions| core.computed(TWO, actions));
-    bench.core.reserve(A, TWO, 0, SENT);
-    bench.completes(A, TWO, 0);
-    bench.acts(|core, actions| core.conclude(TWO, actions).unwrap());
+    bench.computed(TWO);
+    bench.comes(A, TWO, 0);
+    bench.concludes(TWO);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)), "also when it is no longer the newest");
     assert_eq!(bench.core.ahead(TWO, &has), Ahead::Made(Version(6)));
     // A coordinator may connect that knows nothing of these plans.
@@ -750,19 +742,17 @@ fn a_reader_gets_nothing_of_a_plan_that_is_refused_dropped_or_makes_no_version()
     let mut bench = Bench::new();
     let has = blocks([]);
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]));
-    bench.core.reserve(A, ONE, 0, SENT);
-    bench.completes(A, ONE, 0);
+    bench.comes(A, ONE, 0);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Computed(0));
     bench.core.reserve(A, ONE, 1, SENT);
-    bench.acts(|core, actions| core.end(A, ONE, 1, ReservationOutcome::NonFinite, actions));
+    bench.ends(A, ONE, 1, ReservationOutcome::NonFinite);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Over);
-    bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+    bench.drops(ONE);
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Over);
     bench.begin(Bench::plan(TWO, Kind::Add, vec![source(A, [0])]));
-    bench.core.reserve(A, TWO, 0, SENT);
-    bench.completes(A, TWO, 0);
+    bench.comes(A, TWO, 0);
     assert_eq!(bench.core.ahead(TWO, &has), Ahead::Wait);
-    bench.acts(|core, actions| core.conclude(TWO, actions).unwrap());
+    bench.concludes(TWO);
     assert_eq!(bench.core.ahead(TWO, &has), Ahead::Over);
 }
 
@@ -772,27 +762,25 @@ fn readers_are_told_when_a_block_is_computed_and_not_whenever_payload_comes() {
     let has = blocks([]);
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
     bench.core.has_news_for_readers();
-    bench.core.reserve(A, ONE, 0, SENT);
-    bench.completes(A, ONE, 0);
+    bench.comes(A, ONE, 0);
     assert!(!bench.core.has_news_for_readers(), "the block is not computed");
     bench.core.reserve(B, ONE, 0, SENT);
-    bench.acts(|core, actions| core.end(B, ONE, 0, ReservationOutcome::Released, actions));
+    bench.ends(B, ONE, 0, ReservationOutcome::Released);
     assert!(!bench.core.has_news_for_readers(), "it has not come");
     bench.core.reserve(B, ONE, 0, SENT);
     assert!(!bench.core.has_news_for_readers());
     bench.completes(B, ONE, 0);
     assert!(bench.core.has_news_for_readers() && !bench.core.has_news_for_readers());
     assert_eq!(bench.core.ahead(ONE, &has), Ahead::Computed(0));
-    bench.acts(|core, actions| core.computed(ONE, actions));
+    bench.computed(ONE);
     assert!(bench.core.has_news_for_readers());
-    bench.core.reserve(A, ONE, 1, SENT);
-    bench.completes(A, ONE, 1);
+    bench.comes(A, ONE, 1);
     assert!(bench.core.has_news_for_readers());
-    bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    bench.concludes(ONE);
     assert!(bench.core.has_news_for_readers());
     bench.begin(PartitionPlan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
     assert!(!bench.core.has_news_for_readers());
-    bench.acts(|core, actions| core.drop_plan(TWO, actions).unwrap());
+    bench.drops(TWO);
     assert!(bench.core.has_news_for_readers());
 }
 
@@ -802,18 +790,16 @@ fn a_plan_that_another_process_has_dropped_is_not_computed_a_second_time() {
         let mut bench = Bench::new();
         let plan = || Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
         bench.begin(plan());
-        bench.core.reserve(A, ONE, 0, SENT);
-        bench.completes(A, ONE, 0);
+        bench.comes(A, ONE, 0);
         assert_eq!(bench.core.ahead(ONE, &blocks([])), Ahead::Computed(0));
         // Somebody else connects as the coordinator.
         bench.core.coordinated_anew(PlanId(0));
         if starts {
-            bench.acts(|core, actions| core.start(plan(), false, actions).unwrap());
+            bench.starts(plan());
         }
-        bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+        bench.drops(ONE);
         bench.core.coordinated_anew(PlanId(0));
-        let torn = bench.acts(|core, actions| core.start(plan(), false, actions).unwrap());
-        assert_eq!(torn, [Action::Torn(ONE)]);
+        assert_eq!(bench.starts(plan()), [Action::Torn(ONE)]);
     }
 }
 
@@ -825,15 +811,12 @@ fn a_plan_that_another_process_has_replaced_is_not_computed_a_second_time() {
     // Somebody else connects as the coordinator, and starts a plan in its place.
     bench.core.coordinated_anew(PlanId(7));
     let other = Bench::plan(PlanId(8), Kind::Reduce, vec![source(B, [0, 1, 2])]);
-    let void = bench.acts(|core, actions| core.start(other, false, actions).unwrap());
-    assert_eq!(void, [Action::Void(ONE), Action::Begin(PlanId(8))]);
-    bench.acts(|core, actions| core.begun(PlanId(8), actions));
+    assert_eq!(bench.starts(other), [Action::Void(ONE), Action::Begin(PlanId(8))]);
+    bench.begun(PlanId(8));
     bench.core.coordinated_anew(PlanId(0));
-    let torn = bench.acts(|core, actions| core.start(plan(), false, actions).unwrap());
-    assert_eq!(torn, [Action::Void(PlanId(8)), Action::Torn(ONE)]);
-    assert_eq!(bench.acts(|core, actions| core.start(plan(), false, actions).unwrap()), [Action::Torn(ONE)]);
-    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
-    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.starts(plan()), [Action::Void(PlanId(8)), Action::Torn(ONE)]);
+    assert_eq!(bench.starts(plan()), [Action::Torn(ONE)]);
+    assert_eq!(bench.drops(ONE), GONE);
     bench.begin(Bench::plan(TWO, Kind::Reduce, vec![source(A, [0, 1, 2])]));
 }
 
@@ -846,32 +829,25 @@ fn in_place(kind: Kind, sources: Vec<Source>) -> PartitionPlan {
 fn a_version_that_changes_state_in_place_is_made_once_it_counts() {
     let mut bench = Bench::new();
     assert_eq!(bench.begin(in_place(Kind::Reduce, vec![source(A, [0]), source(B, [0, 1])])), []);
-    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
-    bench.completes(A, ONE, 0);
-    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), ADD, "the last payload is added, too");
-    bench.completes(B, ONE, 0);
+    assert_eq!(bench.placed(A, ONE, 0), STORE);
+    assert_eq!(bench.placed(B, ONE, 0), ADD, "the last payload is added, too");
     assert_eq!(bench.core.ahead(ONE, &blocks([])), Ahead::Wait, "nothing is computed before it counts");
     assert_eq!(bench.core.reserve(B, ONE, 1, SENT), STORE);
     assert_eq!(bench.completes(B, ONE, 1), [Action::Ready(ONE)]);
-    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Make(ONE, blocks([0, 1, 2]))]);
+    assert_eq!(bench.concludes(ONE), [Action::Make(ONE, blocks([0, 1, 2]))]);
     assert_eq!(bench.core.version(), Version(4), "it is not there yet");
-    let again = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(again, [], "a repeated order is answered when it is made");
+    assert_eq!(bench.concludes(ONE), [], "a repeated order is answered when it is made");
     assert_eq!(bench.core.reserve(B, ONE, 1, SENT), Placement::Duplicate);
-    let made = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(made, [Action::Conclude(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.computed(ONE), COUNTS);
     assert_eq!(bench.core.version(), Version(5));
-    let late = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(late, [Action::Done(ONE)]);
+    assert_eq!(bench.concludes(ONE), [Action::Done(ONE)]);
 }
 
 #[test]
 fn nothing_stops_a_version_that_is_being_made_in_place() {
     let mut bench = Bench::new();
     bench.begin(in_place(Kind::Reduce, Vec::new()));
-    let made = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(made, [Action::Make(ONE, blocks([0, 1, 2]))]);
+    assert_eq!(bench.concludes(ONE), [Action::Make(ONE, blocks([0, 1, 2]))]);
     assert_eq!(bench.refused(|core, actions| core.drop_plan(ONE, actions)), order(ONE, ONE));
     // Another process takes the coordinator's place.
     bench.core.coordinated_anew(PlanId(0));
@@ -879,8 +855,7 @@ fn nothing_stops_a_version_that_is_being_made_in_place() {
     assert_eq!(bench.acts(|core, actions| core.start(other, true, actions).unwrap()), []);
     assert_eq!(bench.refused(|core, actions| core.drop_plan(ONE, actions)), order(ONE, ONE));
     assert!(bench.core.wants(ONE));
-    let done = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(done, [Action::Conclude(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.computed(ONE), COUNTS);
     assert_eq!(bench.core.version(), Version(5));
 }
 
@@ -890,8 +865,7 @@ fn a_plan_that_would_change_state_in_place_is_dropped_like_others_before_it_coun
     bench.begin(in_place(Kind::Reduce, vec![source(A, [0])]));
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
     assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
-    let dropped = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
-    assert_eq!(dropped, [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.drops(ONE), GONE);
     assert_eq!(bench.core.version(), Version(4));
 }
 
@@ -905,15 +879,12 @@ fn readers_get_the_first_blocks_of_a_version_while_the_others_are_made() {
     };
     let mut bench = Bench { core: PartitionCore::new(count as u32, Version(4)) };
     bench.begin(in_place(Kind::Reduce, Vec::new()));
-    let first = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(first, [Action::Make(ONE, all(0..MADE_AT_ONCE))]);
+    assert_eq!(bench.concludes(ONE), [Action::Make(ONE, all(0..MADE_AT_ONCE))]);
     assert_eq!(bench.core.ahead(ONE, &all(0..0)), Ahead::Wait);
-    let rest = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(rest, [Action::Make(ONE, all(MADE_AT_ONCE..count))]);
+    assert_eq!(bench.computed(ONE), [Action::Make(ONE, all(MADE_AT_ONCE..count))]);
     assert_eq!(bench.core.ahead(ONE, &all(0..0)), Ahead::Computed(0));
     assert_eq!(bench.core.ahead(ONE, &all(0..MADE_AT_ONCE)), Ahead::Wait);
-    let done = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(done, [Action::Conclude(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.computed(ONE), COUNTS);
     assert_eq!(bench.core.ahead(ONE, &all(0..1)), Ahead::Made(Version(5)));
 }
 
@@ -922,13 +893,10 @@ fn new_weights_whose_masters_change_in_place_are_there_before_they_count() {
     let mut bench = Bench::new();
     let rest = bench.begin(in_place(Kind::Assign, vec![source(A, [0])]));
     assert_eq!(rest, [Action::Compute(ONE, blocks([1, 2]))]);
-    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), ALONE);
-    bench.completes(A, ONE, 0);
+    assert_eq!(bench.placed(A, ONE, 0), ALONE);
     assert_eq!(bench.core.ahead(ONE, &blocks([])), Ahead::Computed(0));
-    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
-    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Make(ONE, blocks([0, 1, 2]))]);
+    assert_eq!(bench.computed(ONE), [Action::Ready(ONE)]);
+    assert_eq!(bench.concludes(ONE), [Action::Make(ONE, blocks([0, 1, 2]))]);
     assert_eq!(bench.core.ahead(ONE, &blocks([0])), Ahead::Computed(1), "readers go on");
-    let made = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(made, [Action::Conclude(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.computed(ONE), COUNTS);
 }

@@ -62,24 +62,35 @@ struct Connection {
     client: ClientId,
     to_name: VecDeque<u32>,
     fetches: Fetches<u32, Slot>,
+    woken: bool,
+    of: Of,
+}
+
+/// What a connection has done and waits for.
+#[derive(Default)]
+struct Of {
     /// The device is at work on these.
     under_way: VecDeque<(u32, Option<Slot>)>,
     reduced: Vec<u32>,
     reads: HashMap<u32, usize>,
-    woken: bool,
     waits_for_core: bool,
     waits_for_slot: bool,
 }
 
 struct World {
     cores: Vec<PartitionCore>,
+    shared: Shared,
+    connections: Vec<Connection>,
+}
+
+/// What the connections share.
+struct Shared {
     slots: Slots,
     next: usize,
     in_turn: bool,
     /// First contributions are fetched to where they belong.
     direct: bool,
     turns: RefCell<Turns>,
-    connections: Vec<Connection>,
 }
 
 struct Sides<'a> {
@@ -87,16 +98,8 @@ struct Sides<'a> {
     model: usize,
     client: ClientId,
     core: &'a mut PartitionCore,
-    slots: &'a Slots,
-    next: &'a mut usize,
-    in_turn: bool,
-    direct: bool,
-    turns: &'a RefCell<Turns>,
-    under_way: &'a mut VecDeque<(u32, Option<Slot>)>,
-    reduced: &'a mut Vec<u32>,
-    reads: &'a mut HashMap<u32, usize>,
-    waits_for_core: &'a mut bool,
-    waits_for_slot: &'a mut bool,
+    shared: &'a mut Shared,
+    of: &'a mut Of,
     moved: bool,
 }
 
@@ -117,7 +120,7 @@ impl Edge<u32, Slot> for Sides<'_> {
     fn turn(&mut self, &block: &u32) -> Result<Turn, Self::Error> {
         Ok(match self.core.peek(self.client, PLAN, block, Sent::default()) {
             Placement::Later => {
-                *self.waits_for_core = true;
+                self.of.waits_for_core = true;
                 Turn::Later
             }
             Placement::Duplicate | Placement::Unwanted => Turn::Never,
@@ -133,7 +136,7 @@ impl Edge<u32, Slot> for Sides<'_> {
     fn reduce_fetched(&mut self, &block: &u32, _: &Slot) -> Result<bool, Self::Error> {
         match self.core.reserve(self.client, PLAN, block, Sent::default()) {
             Placement::Later => {
-                *self.waits_for_core = true;
+                self.of.waits_for_core = true;
                 Ok(false)
             }
             Placement::Duplicate | Placement::Unwanted => Ok(true),
@@ -146,39 +149,39 @@ impl Edge<u32, Slot> for Sides<'_> {
     }
 
     fn over(&mut self, block: u32) {
-        self.reduced.push(block);
+        self.of.reduced.push(block);
     }
 
     fn fetch_direct(&mut self, &block: &u32) -> Result<bool, Self::Error> {
         let placement = self.core.peek(self.client, PLAN, block, Sent::default());
         let is_first = matches!(placement, Placement::Ready(ReservedPlace { first: true, last: false, .. }));
-        if !self.direct || !is_first {
+        if !self.shared.direct || !is_first {
             return Ok(false);
         }
         self.core.reserve(self.client, PLAN, block, Sent::default());
-        self.under_way.push_back((block, None));
-        *self.reads.entry(block).or_default() += 1;
+        self.of.under_way.push_back((block, None));
+        *self.of.reads.entry(block).or_default() += 1;
         Ok(true)
     }
 
     fn has_room(&self) -> bool {
-        self.turns.borrow_mut().may_begin(self.who, self.client())
+        self.shared.turns.borrow_mut().may_begin(self.who, self.client())
     }
 
     fn is_pressed(&self) -> bool {
-        self.turns.borrow().is_pressed(self.who)
+        self.shared.turns.borrow().is_pressed(self.who)
     }
 
     fn slot(&mut self) -> Option<Slot> {
-        let slot = self.slots.take(self.next, self.in_turn);
-        *self.waits_for_slot |= slot.is_none();
+        let slot = self.shared.slots.take(&mut self.shared.next, self.shared.in_turn);
+        self.of.waits_for_slot |= slot.is_none();
         slot
     }
 
     fn fetch(&mut self, &block: &u32, slot: Slot) -> Result<(), Self::Error> {
-        self.under_way.push_back((block, Some(slot)));
-        self.turns.borrow_mut().began(self.client());
-        *self.reads.entry(block).or_default() += 1;
+        self.of.under_way.push_back((block, Some(slot)));
+        self.shared.turns.borrow_mut().began(self.client());
+        *self.of.reads.entry(block).or_default() += 1;
         Ok(())
     }
 }
@@ -222,18 +225,14 @@ impl World {
                             .filter(|block| u64::from(*block) % connections == number)
                             .collect(),
                         fetches: Fetches::default(),
-                        under_way: VecDeque::new(),
-                        reduced: Vec::new(),
-                        reads: HashMap::new(),
                         woken: false,
-                        waits_for_core: false,
-                        waits_for_slot: false,
+                        of: Of::default(),
                     });
                 }
             }
         }
         let (slots, turns) = (Slots::new(slots), RefCell::new(Turns::new(slots, true)));
-        World { cores, slots, next: 0, in_turn, direct: false, turns, connections: all }
+        World { cores, shared: Shared { slots, next: 0, in_turn, direct: false, turns }, connections: all }
     }
 
     /// The payload that was asked for first on a connection has come; returns the connections to go on.
@@ -250,11 +249,11 @@ impl World {
                 &mut Vec::new(),
             );
             let others = self.connections.iter_mut().filter(|other| other.model == model);
-            others.for_each(|other| other.woken |= other.waits_for_core);
+            others.for_each(|other| other.woken |= other.of.waits_for_core);
             return;
         }
         let client = client_of(self.connections[who].model, self.connections[who].client);
-        let barred = self.turns.get_mut().came(client, 1);
+        let barred = self.shared.turns.get_mut().came(client, 1);
         barred.iter().for_each(|&who| self.connections[who as usize].woken = true);
     }
 
@@ -262,51 +261,35 @@ impl World {
     fn again(&mut self, who: usize) {
         let connection = &mut self.connections[who];
         connection.woken = false;
-        (connection.waits_for_core, connection.waits_for_slot) = (false, false);
+        (connection.of.waits_for_core, connection.of.waits_for_slot) = (false, false);
         let mut sides = Sides {
             who: who as u64,
             model: connection.model,
             client: connection.client,
             core: &mut self.cores[connection.model],
-            slots: &self.slots,
-            next: &mut self.next,
-            in_turn: self.in_turn,
-            direct: self.direct,
-            turns: &self.turns,
-            under_way: &mut connection.under_way,
-            reduced: &mut connection.reduced,
-            reads: &mut connection.reads,
-            waits_for_core: &mut connection.waits_for_core,
-            waits_for_slot: &mut connection.waits_for_slot,
+            shared: &mut self.shared,
+            of: &mut connection.of,
             moved: false,
         };
         let Ok(stand) = connection.fetches.advance(&mut sides);
         let moved = sides.moved;
-        let then = self.turns.get_mut().stands(who as u64, stand);
+        let then = self.shared.turns.get_mut().stands(who as u64, stand);
         match then {
             Then::GiveBack => drop(connection.fetches.give_back()),
             Then::Wake(idle) => idle.iter().for_each(|&who| self.connections[who as usize].woken = true),
         }
         let model = self.connections[who].model;
-        let freed = self.slots.freed.take();
+        let freed = self.shared.slots.freed.take();
         for other in &mut self.connections {
-            other.woken |= moved && other.model == model && other.waits_for_core;
-            other.woken |= freed && other.waits_for_slot;
+            other.woken |= moved && other.model == model && other.of.waits_for_core;
+            other.woken |= freed && other.of.waits_for_slot;
         }
     }
 
-    /// Goes on in any order until nothing happens any more. Clients of `silent` never name anything.
-    fn run(&mut self, random: &mut fastrand::Rng, silent: impl Fn(&Connection) -> bool) {
-        self.run_with(random, silent, |_| false);
-    }
-
-    /// The same, with clients `stalled`, whose payloads never come.
-    fn run_with(
-        &mut self,
-        random: &mut fastrand::Rng,
-        silent: impl Fn(&Connection) -> bool,
-        stalled: impl Fn(&Connection) -> bool,
-    ) {
+    /// Goes on in any order until nothing happens any more. Clients of `silent` never name anything, and payloads of
+    /// those of `stalled` never come.
+    fn run(&mut self, seed: u64, silent: fn(&Connection) -> bool, stalled: fn(&Connection) -> bool) {
+        let mut random = fastrand::Rng::with_seed(seed);
         let all: usize = self.connections.iter().map(|connection| connection.to_name.len()).sum();
         // The limit counts each payload named and used, each wake-up by a completed fetch, and each by a slot
         // given back. Far more means an endless loop.
@@ -314,7 +297,7 @@ impl World {
         for _ in 0..most {
             let may = |connection: &Connection| {
                 connection.woken
-                    || !connection.under_way.is_empty() && !stalled(connection)
+                    || !connection.of.under_way.is_empty() && !stalled(connection)
                     || !connection.to_name.is_empty() && !silent(connection)
             };
             let can: Vec<usize> =
@@ -330,7 +313,7 @@ impl World {
             }
             if random.bool()
                 && !stalled(connection)
-                && let Some(what) = connection.under_way.pop_front()
+                && let Some(what) = connection.of.under_way.pop_front()
             {
                 connection.woken = true;
                 self.came(who, what);
@@ -347,9 +330,13 @@ impl World {
             let Connection { model, client, .. } = connection;
             let what = format!("connection {who}, of {client:?} of model {model}");
             assert!(connection.to_name.is_empty() && connection.fetches.is_empty(), "{what} is not through");
-            assert!(connection.reduced.is_sorted(), "{what}: {:?}", connection.reduced);
+            assert!(connection.of.reduced.is_sorted(), "{what}: {:?}", connection.of.reduced);
             // In vain once at most.
-            assert!(connection.reads.values().all(|&reads| reads <= 2), "{what}: {:?}", connection.reads);
+            assert!(
+                connection.of.reads.values().all(|&reads| reads <= 2),
+                "{what}: {:?}",
+                connection.of.reads
+            );
         }
     }
 }
@@ -369,10 +356,10 @@ proptest! {
         direct: bool,
     ) {
         let mut world = World::new(models, clients, blocks, connections, slots, in_turn);
-        world.direct = direct;
-        world.run(&mut fastrand::Rng::with_seed(seed), |_| false);
+        world.shared.direct = direct;
+        world.run(seed, |_| false, |_| false);
         world.check(|_| true);
-        prop_assert_eq!(world.slots.count_free(), slots);
+        prop_assert_eq!(world.shared.slots.count_free(), slots);
         for core in &world.cores {
             prop_assert_eq!(core.running(), Some((PLAN, 0)));
         }
@@ -389,16 +376,12 @@ proptest! {
     ) {
         let silent = |connection: &Connection| connection.model == 0 && connection.client == ClientId(0);
         let mut world = World::new(2, clients, blocks, 2, slots, in_turn);
-        world.direct = direct;
-        world.run(&mut fastrand::Rng::with_seed(seed), silent);
+        world.shared.direct = direct;
+        world.run(seed, silent, |_| false);
         world.check(|connection| connection.model == 1);
         prop_assert_eq!(world.cores[1].running(), Some((PLAN, 0)));
         prop_assert_eq!(world.cores[0].running(), Some((PLAN, clients * u64::from(blocks))));
     }
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
     fn a_client_that_stalls_leaves_slots_to_others(
@@ -411,8 +394,8 @@ proptest! {
     ) {
         let stalled = |connection: &Connection| connection.model == 0 && connection.client == ClientId(0);
         let mut world = World::new(2, clients, blocks, connections, slots, false);
-        world.direct = direct;
-        world.run_with(&mut fastrand::Rng::with_seed(seed), |_| false, stalled);
+        world.shared.direct = direct;
+        world.run(seed, |_| false, stalled);
         world.check(|connection| connection.model == 1);
         prop_assert_eq!(world.cores[1].running(), Some((PLAN, 0)));
     }
@@ -422,11 +405,11 @@ proptest! {
 fn where_there_are_slots_for_all_each_is_fetched_once() {
     for seed in 0..100 {
         let mut world = World::new(1, 3, 8, 1, 24, false);
-        world.direct = seed % 2 == 1;
-        world.run(&mut fastrand::Rng::with_seed(seed), |_| false);
+        world.shared.direct = seed % 2 == 1;
+        world.run(seed, |_| false, |_| false);
         world.check(|_| true);
         for connection in &world.connections {
-            assert!(connection.reads.values().all(|&reads| reads == 1), "{:?}", connection.reads);
+            assert!(connection.of.reads.values().all(|&reads| reads == 1), "{:?}", connection.of.reads);
         }
     }
 }
@@ -434,41 +417,41 @@ fn where_there_are_slots_for_all_each_is_fetched_once() {
 #[test]
 fn a_direct_fetch_takes_no_slot_and_waits_for_nobody() {
     let mut world = World::new(1, 2, 3, 1, 1, false);
-    world.direct = true;
+    world.shared.direct = true;
     let name = |world: &mut World, who: usize, block: u32| {
         world.connections[who].fetches.name(block);
         world.again(who);
     };
     // Somebody else has the only slot.
     let mut next = 0;
-    let slot = world.slots.take(&mut next, false);
+    let slot = world.shared.slots.take(&mut next, false);
     // The second learner's first block has to wait for the first learner's, whose blocks are all fetched at
     // once.
     name(&mut world, 1, 0);
-    assert!(world.connections[1].under_way.is_empty());
+    assert!(world.connections[1].of.under_way.is_empty());
     for block in 0..3 {
         name(&mut world, 0, block);
     }
-    assert_eq!(world.connections[0].under_way.len(), 3);
+    assert_eq!(world.connections[0].of.under_way.len(), 3);
     for reduced in 1..=3 {
-        let what = world.connections[0].under_way.pop_front().expect("a fetch");
+        let what = world.connections[0].of.under_way.pop_front().expect("a fetch");
         world.came(0, what);
         world.again(0);
-        assert_eq!(world.connections[0].reduced.len(), reduced);
+        assert_eq!(world.connections[0].of.reduced.len(), reduced);
         assert_eq!(world.cores[0].running(), Some((PLAN, 6 - reduced as u64)));
     }
     assert!(world.connections[1].woken);
     // It needs a slot: it makes the version.
     drop(slot);
     world.again(1);
-    assert_eq!(world.connections[1].under_way.len(), 1);
-    assert!(world.connections[1].under_way[0].1.is_some());
+    assert_eq!(world.connections[1].of.under_way.len(), 1);
+    assert!(world.connections[1].of.under_way[0].1.is_some());
 }
 
 #[test]
 fn a_waiting_connection_keeps_its_slots_until_another_is_short() {
     let mut world = World::new(1, 3, 4, 1, 2, false);
-    *world.turns.get_mut() = Turns::new(2, false);
+    *world.shared.turns.get_mut() = Turns::new(2, false);
     let name = |world: &mut World, who: usize| {
         while let Some(block) = world.connections[who].to_name.pop_front() {
             world.connections[who].fetches.name(block);
@@ -476,7 +459,7 @@ fn a_waiting_connection_keeps_its_slots_until_another_is_short() {
         world.again(who);
     };
     let come = |world: &mut World, who: usize| {
-        while let Some(what) = world.connections[who].under_way.pop_front() {
+        while let Some(what) = world.connections[who].of.under_way.pop_front() {
             world.came(who, what);
         }
         world.again(who);
@@ -487,25 +470,25 @@ fn a_waiting_connection_keeps_its_slots_until_another_is_short() {
     for _ in 0..3 {
         world.again(1);
     }
-    assert_eq!((world.slots.count_free(), &world.connections[1].reduced[..]), (0, &[][..]));
+    assert_eq!((world.shared.slots.count_free(), &world.connections[1].of.reduced[..]), (0, &[][..]));
     // The wait ends when the first comes.
     name(&mut world, 0);
     assert!(world.connections[1].woken);
     world.again(1);
-    assert_eq!(world.slots.count_free(), 2);
+    assert_eq!(world.shared.slots.count_free(), 2);
     assert!(world.connections[0].woken);
     // It comes before those who only fetch ahead.
     name(&mut world, 2);
-    assert!(world.connections[2].under_way.is_empty());
+    assert!(world.connections[2].of.under_way.is_empty());
     world.again(0);
-    assert_eq!(world.connections[0].under_way.len(), 2);
+    assert_eq!(world.connections[0].of.under_way.len(), 2);
     // A payload whose slot was given back is not fetched before its turn, though there may be slots.
     world.again(1);
-    assert!(world.connections[1].under_way.is_empty());
+    assert!(world.connections[1].of.under_way.is_empty());
     come(&mut world, 0);
-    assert_eq!(world.connections[0].reduced, [0, 1]);
+    assert_eq!(world.connections[0].of.reduced, [0, 1]);
     come(&mut world, 0);
-    assert_eq!(world.connections[0].reduced, [0, 1, 2, 3]);
+    assert_eq!(world.connections[0].of.reduced, [0, 1, 2, 3]);
     world.again(1);
-    assert_eq!(world.connections[1].under_way.len(), 2);
+    assert_eq!(world.connections[1].of.under_way.len(), 2);
 }

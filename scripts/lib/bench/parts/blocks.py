@@ -13,17 +13,17 @@ order differs from round to round, and is the same in every run.
 
 import csv
 import os
-import random
 import statistics
 import struct
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Optional
 
 from machine import GIB, MIB, Failed, say
 from report import ratio, size_words, table
 
-from bench import fio
+from bench import fio, jobs
 from bench.against import NEW
 
 SIZES = [64 << shift << 10 for shift in range(7)]
@@ -56,31 +56,26 @@ MEMORY = _MODELS + GIB
 LEAST, TARGET = 256 << 10, 0.95
 
 
-def race(names, start, ways, wait):
+def race(names, start, ways):
     """{(what, name, way): {size: GB/s}}, medians; `start(stack, name, size, model)` starts a contender, a jobs.Rival."""
     series = {}
     for way_name, way in ways.items():
         say(f"throughput against block size, {way_name}")
-        found = {(size, name, what): [] for size in SIZES for name in names for what in WHATS}
         with ExitStack() as stack:
-            contenders = {(size, name): start(stack, name, size, way.model or size) for size in SIZES for name in names}
-            shuffle, order = random.Random(0).shuffle, list(contenders)
-            for turn in range(WARM_UP + way.rounds):
-                wait()
-                shuffle(order)
-                for contender in order:
-                    for index in range(way.before + way.counted):
-                        for what in WHATS:
-                            took = contenders[contender].round(what)
-                            if turn >= WARM_UP and index >= way.before:
-                                found[*contender, what].append(took.bytes / took.seconds / 1e9)
-            for rival in contenders.values():
-                rival.check()
-        for what in WHATS:
+            contenders = {(name, size): start(stack, name, size, way.model or size) for size in SIZES for name in names}
+            acts = {of: partial(_rates, rival, way) for of, rival in contenders.items()}
+            found = jobs.turns(acts, way.rounds, WARM_UP, "shuffled", contenders.values())
+        for at, what in enumerate(WHATS):
             for name in names:
-                rates = {size: statistics.median(found[size, name, what]) for size in SIZES}
+                rates = {size: statistics.median(rates[at] for rates in found[name, size]) for size in SIZES}
                 series[what, name, way_name] = rates
     return series
+
+
+def _rates(rival, way):
+    """GB/s of each push and pull that is counted."""
+    took = [[rival.round(what) for what in WHATS] for _ in range(way.before + way.counted)]
+    return [[one.bytes / one.seconds / 1e9 for one in both] for both in took[way.before :]]
 
 
 class _Mount:
@@ -111,22 +106,20 @@ class _Mount:
 def _writes(bench, gradfs):
     """{("write", transport, way): {size: GB/s}}, medians."""
     say("throughput against the size of a write")
-    rates = {(size, transport, way): [] for size in WRITE_SIZES for transport in TRANSPORTS for way in WRITES}
     with ExitStack() as stack:
         mounts = {transport: _Mount(stack, gradfs, transport) for transport in TRANSPORTS}
         for mount in mounts.values():
             for _ in range(WRITE_WARM_UP):
                 mount.run(WRITES["pipelined"], MIB)
-        shuffle, order = random.Random(0).shuffle, list(rates)
-        for _ in range(WRITE_ROUNDS):
-            shuffle(order)
-            for size, transport, way in order:
-                bench.quiet.wait()
-                rates[size, transport, way].append(mounts[transport].run(WRITES[way], size))
-        for mount in mounts.values():
-            mount.check()
+        acts = {
+            (transport, way, size): lambda mount=mount, job=job, size=size: [mount.run(job, size)]
+            for size in WRITE_SIZES
+            for transport, mount in mounts.items()
+            for way, job in WRITES.items()
+        }
+        found = jobs.medians(jobs.turns(acts, WRITE_ROUNDS, 0, "shuffled", mounts.values()))
     return {
-        ("write", transport, way): {size: statistics.median(rates[size, transport, way]) for size in WRITE_SIZES}
+        ("write", transport, way): {size: found[transport, way, size] for size in WRITE_SIZES}
         for transport in TRANSPORTS
         for way in WRITES
     }
@@ -180,7 +173,7 @@ def chart(bench, gradfs):
         kind = "memory" if transport == "shm" else "gradfs"
         return gradfs.start(stack, NEW, kind, model, block_size=size)
 
-    series = race(TRANSPORTS, start, WAYS, bench.quiet.wait)
+    series = race(TRANSPORTS, start, WAYS)
     # Through shared memory nothing is pulled: the client shows the shard's memory.
     series = {key: values for key, values in series.items() if key[:2] != ("pull", "shm")}
     series |= _writes(bench, gradfs)

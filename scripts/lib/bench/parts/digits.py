@@ -17,9 +17,8 @@ import sys
 import numpy
 from machine import ROOT, say
 from netns import Cluster, Hosts, Link
+from programs import output_of
 from report import Figure
-
-from bench import jobs
 
 RATE, BLOCK = 200e6, 64 << 10
 COMPUTE, STEPS = 0.2, 100
@@ -45,22 +44,13 @@ def data_file(directory):
     return directory / "digits.npz"
 
 
-def _model_file(directory):
-    """The untrained model."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    import make_digits_model
-
-    make_digits_model.write_safetensors(directory / "digits.safetensors", make_digits_model.initial_weights())
-    return directory / "digits.safetensors"
-
-
 def _run(hosts, mounts, data, name):
     """One training: what the first learner has found, with both learners' stall share."""
     running = []
     for rank, (host, path) in enumerate(mounts):
-        words = ["--rank", rank, "--learners", len(mounts), "--steps", STEPS, "--compute", COMPUTE]
-        command = [sys.executable, jobs.WORK / "classifiers.py", "slow", path / name, *words]
-        running.append(hosts.start(host, command, {"DIGITS_NPZ": str(data)}, f"the learner on {host}"))
+        words = ["--rank", rank, "--learners", len(mounts)]
+        words += ["--steps", STEPS, "--compute", COMPUTE]
+        running.append(hosts.work(host, "classifiers.py", "slow", path / name, *words, env={"DIGITS_NPZ": str(data)}))
     found = [learner.found(DEADLINE) for learner in running]
     hosts.check()
     curve = found[0]["curve"]
@@ -69,13 +59,14 @@ def _run(hosts, mounts, data, name):
     return {"seconds": curve[reached][0], "steps": reached, "stall": stall, "curve": curve}
 
 
-def measure(binary, quiet, rounds=ROUNDS):
+def measure(binary, rounds=ROUNDS):
     """{(consistency, policy): [runs]}."""
     cases = [(consistency, policy) for consistency in CONSISTENCIES for policy in POLICIES]
     found = {case: [] for case in cases}
     with Hosts(["shard", "host1", "host2"], Link(rate=RATE)) as hosts:
         cluster, places = Cluster.of(hosts, binary), hosts.names[1:]
-        model, data = _model_file(hosts.scratch), data_file(hosts.scratch)
+        model, data = hosts.scratch / "digits.safetensors", data_file(hosts.scratch)
+        output_of(sys.executable, ROOT / "examples" / "make_digits_model.py", model)
         # A model for each run, as mounts show those that are there when they start.
         turns = [(turn, case, f"digits-{turn}-{at}") for turn in range(rounds) for at, case in enumerate(cases)]
         for _, (consistency, policy), name in turns:
@@ -83,9 +74,8 @@ def measure(binary, quiet, rounds=ROUNDS):
             words += ["--learning-rate", CONSISTENCIES[consistency], "--learners", len(places)]
             cluster.create(name, *words, "--consistency", consistency, "--pull", policy)
         mounts = [(host, cluster.mount(host)) for host in places]
-        say(f"links of {hosts.way}")
+        say(f"links of {hosts.link}")
         for turn, case, name in turns:
-            quiet.wait()
             run = _run(hosts, mounts, data, name)
             found[case].append(run)
             say(f"turn {turn + 1} of {rounds}, {', '.join(case)}: {run['seconds']:.1f} s, {run['steps']} steps")

@@ -23,15 +23,11 @@ once, and all of them share the shard's link. `overlap_step_ratio` is a step of 
 """
 
 import statistics
-import sys
 
 from machine import say
 from netns import PORT, Cluster, Hosts, Link
 from report import Figure, milliseconds, ratio, times
 
-from bench import jobs
-
-WORK = jobs.WORK / "hosts.py"
 RATE = 400e6
 CONNECTIONS = "--connections", "1"
 BLOCK, BLOCKS, QUICK_BLOCKS = 64 << 10, 256, 128
@@ -63,10 +59,10 @@ class Job:
 
     def by_sockets(self):
         """Bare sockets between the shard's host and another one; the wire's time."""
-        server = self.hosts.start("shard", [sys.executable, WORK, "serve", self.size], name="bare sockets")
+        server = self.hosts.work("shard", "hosts.py", "serve", self.size)
         server.wait_for("ready")
-        words = ["ask", self.hosts.address("shard"), self.size, self.steps]
-        found = self.hosts.start(self.places[0], [sys.executable, WORK, *words]).found(DEADLINE)
+        words = [self.hosts.address("shard"), self.size, self.steps]
+        found = self.hosts.work(self.places[0], "hosts.py", "ask", *words).found(DEADLINE)
         server.finish(DEADLINE)
         self.runs["sockets", "both"] = found
         return min(found["push"], found["pull"])
@@ -98,11 +94,8 @@ class Job:
 
         def run(way, name, share, chunks=self.blocks):
             words = [way, self.size, chunks, share * wire, self.steps]
-            running = []
-            for host, mount, learner in learners:
-                command = [sys.executable, WORK, "overlap", mount / "learners" / learner, *words]
-                running.append(self.hosts.start(host, command, name=f"{host}-{learner}"))
-            self.done((way, name), running)
+            of_all = [(host, mount / "learners" / learner) for host, mount, learner in learners]
+            self.done((way, name), [self.hosts.work(host, "hosts.py", "overlap", own, *words) for host, own in of_all])
 
         def pull(policy):
             host, mount, _ = learners[0]
@@ -120,13 +113,12 @@ class Job:
         run("written", "long-adaptive", LONG)
 
 
-def measure(binary, learner, quiet, quick):
+def measure(binary, learner, quick):
     """{(learners, hosts): {(way, run): medians}}; `learner` is the program of the library's learners, if there is one."""
     found, alone = {}, None
     for learners, on in CASES[:1] if quick else CASES:
         with Hosts(["shard", *(f"host{at + 1}" for at in range(on))], Link(rate=RATE)) as hosts:
             job = Job(hosts, binary, learners, quick)
-            quiet.wait()
             alone = alone or job.by_sockets()
             if learner:
                 job.by_library(learner, alone * on)

@@ -15,7 +15,7 @@ import sys
 from contextlib import ExitStack
 
 from machine import MIB, say
-from report import ratio
+from report import ratio, worst
 
 from bench import baselines, jobs
 
@@ -57,10 +57,8 @@ class _Pair:
 def _race(bench, contenders, count):
     """Has each of {name: (a call that gives seconds, who is checked)} take turns; gives medians."""
     acts = {name: lambda act=act: [act() for _ in range(count)] for name, (act, _) in contenders.items()}
-    found = jobs.turns(bench, acts, 5 if bench.quick else 15, WARM_UP)
-    for _, rival in contenders.values():
-        rival.check()
-    return jobs.medians(found)
+    rivals = [rival for _, rival in contenders.values()]
+    return jobs.medians(jobs.turns(acts, 5 if bench.quick else 15, WARM_UP, rivals=rivals))
 
 
 def _asked(rival, what):
@@ -91,8 +89,7 @@ def on_one_host(bench, gradfs, binaries):
         for name, key in (("tcp", ("tcp", "direct")), ("plain", ("unix", "plain"))):
             name = f"publish_{size}mib_vs_redis_{name}_set"
             extra.append(ratio(name, medians[key] / ours, None, words, _words(medians[key])))
-    worst = min(rows, key=lambda row: row.value)
-    return [ratio("publish_vs_redis_set", worst.value, TARGET, worst.ours, worst.other), *rows, *extra]
+    return [worst("publish_vs_redis_set", rows, TARGET), *rows, *extra]
 
 
 def over_tcp(bench, gradfs, binaries):
@@ -113,5 +110,4 @@ def over_tcp(bench, gradfs, binaries):
         ours, other = medians[way], medians["redis"]
         words = f"{_words(ours)} ({way})", _words(other)
         rows.append(ratio(f"publish_fetch_net_{size}mib_vs_redis", other / ours, None, *words))
-    worst = min(rows, key=lambda row: row.value)
-    return [ratio("publish_fetch_net_vs_redis", worst.value, FETCH_TARGET, worst.ours, worst.other), *rows]
+    return [worst("publish_fetch_net_vs_redis", rows, FETCH_TARGET), *rows]

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ sys.dont_write_bytecode = True
 from bench import jobs  # noqa: E402
 from bench.parts import blocks  # noqa: E402
 from machine import MIB, Failed, main, say  # noqa: E402
-from programs import end_with_parent  # noqa: E402
+from programs import Program, output_of  # noqa: E402
 from report import Figure  # noqa: E402
 
 SHARE = Path("/share")
@@ -44,8 +43,7 @@ SLOTS, GRANTED, CONNECTIONS, RINGS = 16, 8, 2, 8
 
 def _listens():
     if os.environ["RDMA_PROVIDER"] == "siw":
-        words = ["rdma", "resource", "show", "cm_id"]
-        said = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE).stdout
+        said = output_of("rdma", "resource", "show", "cm_id", timeout=DEADLINE)
         return f":{PERFTEST_PORT} " in said and "LISTEN" in said
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()]
     return any(words[1].endswith(f":{PERFTEST_PORT:04X}") and words[3] == "0A" for words in lines)
@@ -56,29 +54,19 @@ def perftest(program, way, block, depth, count):
     command = [program, "-s", block, "-t", depth, "-n", max(count, depth, 5), "-F", *PERFTEST[way]]
     by_cm = os.environ["RDMA_PROVIDER"] == "siw"
     command += ["-R"] if by_cm else ["-d", os.environ["RDMA_DEVICE"], "-x", os.environ["RDMA_GID_INDEX"]]
-    command = list(map(str, command))
-    none = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    server = subprocess.Popen(command, preexec_fn=end_with_parent, **none)
-    try:
-        give_up = time.monotonic() + DEADLINE
-        while not _listens():
-            if server.poll() is not None or time.monotonic() > give_up:
-                raise Failed(f"{' '.join(command)} does not listen")
-            time.sleep(0.05)
-        asked = [*command, os.environ["HOST_ADDRESS"]]
-        done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE)
-        server.wait(DEADLINE)
-    except subprocess.TimeoutExpired as error:
-        raise Failed(f"{' '.join(command)} takes longer than {DEADLINE:.0f} s") from error
-    finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait(DEADLINE)
+    with tempfile.TemporaryDirectory() as scratch:
+        server = Program(command, Path(scratch, "log"))
+        try:
+            server.wait_until(_listens, DEADLINE)
+            said = output_of(*command, os.environ["HOST_ADDRESS"], timeout=DEADLINE)
+            server.finish(DEADLINE)
+        finally:
+            server.stop()
     # Size, blocks, the most and the average MiB/s.
-    for words in map(str.split, done.stdout.splitlines()):
+    for words in map(str.split, said.splitlines()):
         if len(words) >= 4 and words[0] == str(block):
             return float(words[3]) * MIB / 1e6
-    raise Failed(f"{' '.join(command)} says nothing of its rate:\n{done.stdout}{done.stderr}")
+    raise Failed(f"{server.name} says nothing of its rate:\n{said}")
 
 
 class Contender:
@@ -116,10 +104,10 @@ class Contender:
 
 
 class Race:
-    """Contenders' rounds in turn, and what was found: {name: [values]}."""
+    """Contenders' rounds in turn, and what was found: {name: ([values], unit)}."""
 
     def __init__(self, stack, job):
-        self.job, self.found, self.units, self.counting, self.ends = job, {}, {}, False, {}
+        self.job, self.found, self.counting, self.ends = job, {}, False, {}
         for name in job["contenders"]:
             of = {"learners": LEARNERS, "reads": name in ("rdma", "tcp")}
             self.ends[name] = Contender(stack, name, job, job["size"], job["block"], **of)
@@ -129,8 +117,7 @@ class Race:
 
     def add(self, name, value, unit):
         if self.counting:
-            self.found.setdefault(name, []).append(value)
-            self.units[name] = unit
+            self.found.setdefault(name, ([], unit))[0].append(value)
 
     def perftest(self, program, way):
         job = self.job
@@ -165,7 +152,7 @@ class Race:
             end.check()
 
     def median(self, name):
-        return statistics.median(self.found[name])
+        return statistics.median(self.found[name][0])
 
     def best(self, program):
         """The faster way of a program of perftest."""
@@ -200,9 +187,9 @@ def figures_of(race):
     for name, program in ("static", "ib_write_bw"), ("dynamic", "ib_read_bw"):
         if name in race.ends:
             figures.append(rate(f"rdma_push_{name}_vs_{program}", f"{name} push", program))
-    for name in race.found:
+    for name, (_, unit) in race.found.items():
         key = name.replace("'s", "").replace(",", "").replace(" ", "_").lower()
-        figures.append(Figure(key, race.median(name), race.units[name]))
+        figures.append(Figure(key, race.median(name), unit))
     return figures
 
 
@@ -215,7 +202,7 @@ def by_block_size(job):
         arena = RINGS - (-(placed + 2 * size * slots) // MIB)
         return Contender(stack, name, job, model, size, ["--rdma-slots", slots, "--rdma-arena", f"{arena}MiB"]).clients[0]
 
-    series = blocks.race(TRANSPORTS, start, WAYS, lambda: say("a round"))
+    series = blocks.race(TRANSPORTS, start, WAYS)
     return [[*key, {size: rate * 1e3 for size, rate in rates.items()}] for key, rates in series.items()]
 
 
@@ -227,7 +214,7 @@ def run():
         race = Race(stack, job)
         race.run(job["seconds"])
         result["figures"] = [asdict(figure) for figure in figures_of(race)]
-        result["measured"] = {name: (values, race.units[name]) for name, values in race.found.items()}
+        result["measured"] = race.found
     if job["chart"]:
         result["series"] = by_block_size(job)
     (SHARE / "result.json").write_text(json.dumps(result))

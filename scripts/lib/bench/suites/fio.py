@@ -30,7 +30,7 @@ def run(bench):
         acts = {
             (job, block): lambda job=job, block=block: [fio.run(job, model, block, size)] for block in sizes for job in JOBS
         }  # fmt: skip
-        points = jobs.medians(jobs.turns(bench, acts, runs))
+        points = jobs.medians(jobs.turns(acts, runs))
     print(table(["GiB/s", *sizes], [[job, *(f"{points[job, block]:.2f}" for block in sizes)] for job in JOBS]))
     if bench.chart:
         from bench import chart
@@ -38,8 +38,7 @@ def run(bench):
         path = bench.chart_path("fio")
         lines = [",".join([job, *(f"{points[job, block]:.4f}" for block in sizes)]) for job in JOBS]
         path.with_suffix(".csv").write_text("\n".join(["job," + ",".join(sizes), *lines]) + "\n")
-        series = {job: [points[job, block] for block in sizes] for job in JOBS}
-        for drawn in chart.draw_sizes(series, sizes, f"a model of {size // MIB} MiB", path):
+        for drawn in chart.draw_jobs(points, f"a model of {size // MIB} MiB", path):
             say(f"drew {drawn}")
     return [
         Figure(f"{job.replace('-', '_')}_{block}_gib_s", value, "GiB/s") for (job, block), value in points.items()

@@ -21,13 +21,12 @@ at each method's best. `learning_sma_vs_sync_NETWORK` is the one of epochs with 
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 
 from machine import Failed, require, say
-from programs import environment, stop
+from programs import Program, output_of
 from report import Figure, ratio
 
 from bench import jobs
@@ -108,13 +107,10 @@ def train(bench, gradfs, network, name, epochs, seed):
         of_all, running = {**asdict(case), "network": network, "epochs": epochs, "seed": seed}, []
         for rank in range(case.learners):
             command = [sys.executable, WORK, "way", model, json.dumps({**of_all, "rank": rank})]
-            env = environment({"DIGITS_NPZ": str(bench.work / "digits.npz")})
-            running.append(subprocess.Popen(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True))
-            stack.callback(stop, running[-1])
-        said = [learner.communicate(timeout=DEADLINE)[0] for learner in running]
-        if any(learner.returncode for learner in running):
-            raise Failed(f"a learner of {network}, {name} has failed; what it said is above")
-        return json.loads(said[0].splitlines()[-1])
+            env = {"DIGITS_NPZ": str(bench.work / "digits.npz")}
+            running.append(Program(command, work / f"learner{rank}.log", f"a learner of {network}, {name}", env))
+            stack.callback(running[-1].stop)
+        return [learner.found(DEADLINE) for learner in running][0]
 
 
 def measure(bench, gradfs):
@@ -122,14 +118,14 @@ def measure(bench, gradfs):
     found, (epochs, seeds) = {}, (8, 1) if bench.quick else (EPOCHS, SEEDS)
     data_file(bench.work)
     for network in ("perceptron",) if bench.quick else tuple(TUNED):
-        made = subprocess.run([sys.executable, WORK, "initial", bench.work / network, network], capture_output=True, text=True)
-        if made.returncode:
-            say(f"{network} is left out: {' '.join(made.stderr.strip().splitlines()[-1:])}")
+        try:
+            output_of(sys.executable, WORK, "initial", bench.work / network, network)
+        except Failed as why:
+            say(f"{network} is left out: {str(why).splitlines()[-1]}")
             continue
         for name in [name for name in PARTS if name in bench.only]:
             curves = found.setdefault(network, {}).setdefault(name, [])
             for seed in range(seeds):
-                bench.quiet.wait()
                 curves.append(train(bench, gradfs, network, name, epochs, seed))
             say(f"{network}, {name}: {curves[0][-1][3]:.3f} after {epochs} epochs")
     return found

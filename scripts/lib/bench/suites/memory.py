@@ -53,7 +53,7 @@ class Run:
             self.groups[name].add(peer.process.pid)
         for number in range(WRITTEN + MAPPED):
             if number == WRITTEN:
-                rival.ask("way mapped", "way")
+                rival.ask("set_way mapped", "set_way")
             rival.round("step")
             if is_sum:
                 rival.ask("glance", "glance")

@@ -33,8 +33,10 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -42,16 +44,25 @@ from machine import GIB, MIB, Failed, require, require_memory, say
 from report import Figure, gib_s, microseconds, milliseconds, ratio, times
 
 from bench import baselines, fio, jobs
-from bench.against import NEW, OLD, joined, middle, named
+from bench.against import NEW, OLD, joined, middle, named, sides
 from bench.parts import publish
-from bench.parts.files import awake, commits, listing, pattern, read
-from bench.parts.steps import GLOO_WAYS, PLAIN, WAYS, WRITTEN, connect_gloo, forget, mount_and_gloo, mount_and_hand
-from bench.team import Team, durations, median
+from bench.parts.files import awake, fill, listing, new_version, pattern
 
 PARTS = ("reads", "writes", "hand", "list", "gloo", "commit", "publish")
 AGAINST = "bench_vs_old"
 NEEDS = {"writes": "fio", "gloo": "torch", "publish": "redis-server"}
 BLOCK, TENSORS, GLOO_SIZE = 256 << 10, 10_000, 64 * MIB
+RIVALS = jobs.WORK / "rivals.py"
+# The ways to contribute from a buffer of one's own: what a race is between, and reported as one contender. To write and to
+# read the weights, to write and to copy them from a mapping, to store and to copy them so.
+WRITTEN = {"write, read": "written", "write, mmap": "written mmap"}
+WAYS = {**WRITTEN, "store, mmap": "stored mmap"}
+ALL_WAYS = {**WAYS, "mapped": "mapped mmap"}
+# Interfaces and pieces that gloo is tried with, and what a program gets that asks for nothing.
+GLOO_WAYS = ("lo 1", "lo 2", "lo,lo 1", "lo,lo 2")
+PLAIN = "plain 1"
+# Commits of a turn, from which the others take over.
+COMMITS = 50
 
 
 class Plan:
@@ -106,31 +117,31 @@ def write_tensors(path, count):
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * count))
 
 
-def fastest(results, ways, sides):
+def fastest(found, ways, sides):
     """The fastest of the ways through a mount, for all sides together."""
-    return min(ways, key=lambda way: sum(median(results, (way, side)) for side in sides))
+    return min(ways, key=lambda way: sum(statistics.median(found[way, side]) for side in sides))
+
+
+def python(stack, *words, **options):
+    """A rival of rivals.py, of one process for each list of words."""
+    return jobs.Rival(stack, [[sys.executable, RIVALS, *of_one] for of_one in words], **options)
 
 
 class Pass:
     """One pass: what it starts and finds."""
 
-    def __init__(self, bench, plan, binaries, sink_binary, work, team):
-        """`binaries` are those of gradfs, by their sides."""
+    def __init__(self, plan, binaries, sink_binary, work, gloos):
+        """`binaries` are those of gradfs, by their sides; `gloos` are rivals by the number of their learners."""
         self.plan, self.binaries, self.sink_binary, self.work = plan, binaries, sink_binary, work
-        self.quiet, self.team, self.figures, self.comparisons = bench.quiet, team, [], []
+        self.gloos, self.figures, self.comparisons = gloos, [], []
         work.mkdir()
 
     def run(self, parts):
         if {"reads", "writes"} & parts:
             self.reads_and_writes(parts)
-        for part in ("hand", "list"):
+        for part in ("hand", "list", "gloo", "commit"):
             if part in parts:
                 getattr(self, part)()
-        if "gloo" in parts:
-            self.gloo(2, 1.2)
-            self.gloo(4, 1.5)
-        if "commit" in parts:
-            self.commit()
 
     @contextmanager
     def mounts(self, name, source, *options):
@@ -141,10 +152,21 @@ class Pass:
                 for side, binary in self.binaries.items()
             }
 
-    def race(self, warm_up, rounds):
-        """The arguments of every race."""
-        alternate = len(self.binaries) > 1
-        return {"rounds": rounds, "warm_up": warm_up, "patience": self.quiet.patience, "alternate": alternate}
+    def turns(self, acts, rounds, warm_up, rivals=()):
+        """As jobs.turns has it; of two binaries, either comes first once."""
+        order = "alternate" if len(self.binaries) > 1 else "same"
+        return jobs.turns(acts, rounds, warm_up, order, rivals)
+
+    def race(self, contenders, rounds, warm_up):
+        """The seconds of steps in turn, of {name: (a rival, its way)}; in the end, what all of them have is right."""
+
+        def step(rival, way):
+            if way:
+                rival.ask(f"set_way {way}", "set_way")
+            return [rival.round("step").seconds]
+
+        acts = {name: partial(step, *of) for name, of in contenders.items()}
+        return self.turns(acts, rounds, warm_up, {rival for rival, _ in contenders.values()})
 
     def compared(self, names, rounds, words, **options):
         """Notes what the rounds of each side found of the figures that are made of them, as Comparison has it."""
@@ -168,9 +190,7 @@ class Pass:
     def fill(self, model, copy):
         """Contributes the pattern, verifies the version made of it, and copies that."""
         count = self.plan.size // MIB
-        with open(model / "gradients", "wb", buffering=0) as file:
-            for index in range(count):
-                file.write(pattern(index).tobytes())
+        fill(model, count)
         with open(model / "weights", "rb") as source, open(copy, "wb") as target:
             for index in range(count):
                 piece = source.read(MIB)
@@ -187,17 +207,19 @@ class Pass:
             ("mount_mmap_read_vs_{}", "mmap", 1),
         ):
             say(f"reading weights: {how}, {count} process{'es' if count > 1 else ''}")
-            results = self.team.run(read, count, 600, paths=paths, how=how, **self.race(1, self.plan.rounds))
-            rates = {side: self.plan.size * count / GIB / median(results, side) for side in (NEW, *copies)}
+            with ExitStack() as stack:
+                rivals = {of: (python(stack, *[[how, path]] * count), None) for of, path in paths.items()}
+                found = self.race(rivals, self.plan.rounds, 1)
+            rates = {of: self.plan.size * count / GIB / seconds for of, seconds in jobs.medians(found).items()}
             names = {copy: name.format(copy.replace(" ", "_")) for copy in copies}
             for copy, called in names.items():
                 target = 0.95 if copy == "tmpfs" else None
                 self.figures.append(ratio(called, rates[NEW] / rates[copy], target, gib_s(rates[NEW]), gib_s(rates[copy])))
-            self.compared(list(names.values()), {side: durations(results, side) for side in models}, milliseconds)
+            self.compared(list(names.values()), {side: found[side] for side in models}, milliseconds)
 
     def writes(self, models):
         """Contributions to `sum` and `adam` against the sinks."""
-        plan, rates = self.plan, {}
+        plan = self.plan
         with ExitStack() as stack:
             sinks = {
                 mode: stack.enter_context(jobs.sink(self.sink_binary, self.work / mode, plan.size, mode))
@@ -207,18 +229,14 @@ class Pass:
             places = {"copy": sinks.pop("copy"), **{named("sum", side): model for side, model in models.items()}}
             adams = stack.enter_context(self.mounts("adam", plan.size, "--reducer", "adam", "--learning-rate", "0.01"))
             places |= {named("adam", side): model for side, model in adams.items()} | sinks
-            order, turns = list(places.items()), plan.write_warm_up + plan.rounds
-            for turn in range(turns):
-                say(f"writing gradients: round {turn + 1} of {turns}")
-                for name, place in order:
-                    self.quiet.wait()
-                    rate = fio.run("gradients-write-libaio", place, "1m", plan.size)
-                    if turn >= plan.write_warm_up:
-                        rates.setdefault(name, []).append(rate)
-                if len(models) > 1:
-                    order.reverse()
-            self.verify_writes(places, turns)
-        medians = {name: statistics.median(values) for name, values in rates.items()}
+            say("writing gradients")
+            acts = {
+                name: lambda place=place: [fio.run("gradients-write-libaio", place, "1m", plan.size)]
+                for name, place in places.items()
+            }
+            rates = self.turns(acts, plan.rounds, plan.write_warm_up)
+            self.verify_writes(places, plan.write_warm_up + plan.rounds)
+        medians = jobs.medians(rates)
         names = {"sum": [], "adam": []}
         for name, ours, other, target in (
             ("gradients_sum_vs_copy_sink", "sum", "copy", 0.75),
@@ -254,28 +272,30 @@ class Pass:
 
     @contextmanager
     def learners(self, name, size, count):
-        """A synchronous job of `count` learners of each side that sums; gives {side: the learners' directories}."""
-        with self.mounts(name, size, "--reducer", "sum", "--learners", count) as models:
-            found = {side: [str(path) for path in jobs.joined(model, count)] for side, model in models.items()}
-            yield found
-            self.team.run(forget, count, 60, jobs=found)
+        """A synchronous job of `count` learners of each side that sums; gives {(way, side): (the learners, the way)}."""
+        with self.mounts(name, size, "--reducer", "sum", "--learners", count) as models, ExitStack() as stack:
+            rivals = {side: jobs.on_files(stack, model, "written", count) for side, model in models.items()}
+            yield {(name, side): (rival, way) for name, way in ALL_WAYS.items() for side, rival in rivals.items()}
 
-    def steps_compared(self, names, results, way, of_sides):
+    def steps_compared(self, names, found, way):
         """Notes what a step took each side."""
-        self.compared(names, {side: durations(results, (way, side)) for side in of_sides}, milliseconds)
+        self.compared(names, {side: found[way, side] for side in self.binaries}, milliseconds)
 
     def hand(self):
         """A step of two learners against NumPy in shared memory."""
         size = self.plan.hand_size
         say(f"steps of 2 learners with {size // MIB} MiB, by hand and through the mount")
-        with self.learners("hand", size, 2) as of_sides, on_tmpfs() as path:
+        with self.learners("hand", size, 2) as through, on_tmpfs() as path, ExitStack() as stack:
             os.truncate(path, 3 * size)
-            task = {"directories": of_sides, "path": path, "size": size, **self.race(2, self.plan.rounds)}
-            results = self.team.run(mount_and_hand, 2, 900, **task)
+            for rank in range(2):
+                os.mkfifo(self.work / f"meeting{rank}")
+            hand = python(stack, *(["hand", path, self.work, rank] for rank in range(2)))
+            found = self.race({**through, "hand": (hand, None)}, self.plan.rounds, 2)
+        medians = jobs.medians(found)
         for kind, ways in (("", WAYS), ("written_", WRITTEN), ("mapped_", ["mapped"])):
-            way, name = fastest(results, ways, of_sides), f"{kind}step_vs_numpy_shm"
-            self.figures.append(times(name, median(results, (way, NEW)), median(results, "hand")))
-            self.steps_compared([name], results, way, of_sides)
+            way, name = fastest(found, ways, self.binaries), f"{kind}step_vs_numpy_shm"
+            self.figures.append(times(name, medians[way, NEW], medians["hand"]))
+            self.steps_compared([name], found, way)
 
     def list(self):
         """A listing against one of files on tmpfs."""
@@ -288,39 +308,51 @@ class Pass:
         ):
             for name in os.listdir(models[NEW] / "tensors"):
                 Path(copy, name).write_bytes(bytes(4))
-            task = {"models": models, "copy": copy, "tensors": TENSORS, **self.race(1, self.plan.rounds)}
-            results = self.team.run(listing, 1, 300, **task)
-        name = "ls_tensors_vs_tmpfs"
-        self.figures.append(times(name, median(results, NEW), median(results, "tmpfs"), 4, "<="))
-        self.compared([name], {side: durations(results, side) for side in models}, milliseconds)
+
+            def fresh(model):
+                new_version(model)
+                return [listing(model / "tensors", TENSORS)]
+
+            acts = {side: partial(fresh, model) for side, model in models.items()}
+            found = self.turns({**acts, "tmpfs": lambda: [listing(copy, TENSORS)]}, self.plan.rounds, 1)
+        name, medians = "ls_tensors_vs_tmpfs", jobs.medians(found)
+        self.figures.append(times(name, medians[NEW], medians["tmpfs"], 4, "<="))
+        self.compared([name], {side: found[side] for side in models}, milliseconds)
 
     def commit(self):
         """Small commits, one after the other."""
         say(f"commits of one block of {BLOCK >> 10} KiB")
         for name, keep in (("commit_p50_us", nullcontext), ("commit_awake_p50_us", awake)):
-            with self.mounts(name, BLOCK, "--reducer", "sum") as models, keep():
-                (rounds,) = self.team.run(commits, 1, 300, models=models, **self.race(4, self.plan.commits))
-            micros = {side: [took * 1e6 for one in found for took in one] for side, found in rounds.items()}
+            with self.mounts(name, BLOCK, "--reducer", "sum") as models, ExitStack() as stack, keep():
+                rivals = {side: python(stack, ["commit", model]) for side, model in models.items()}
+                acts = {side: partial(rival.repeat, COMMITS, "commit") for side, rival in rivals.items()}
+                found = self.turns(acts, self.plan.commits, 4, rivals.values())
+            micros = {side: [took * 1e6 for took in found[side]] for side in models}
             ours = statistics.median(micros[NEW])
             self.figures.append(Figure(name, ours, "us", ours=microseconds(ours)))
             self.compared([name], micros, microseconds, difference=True, unit="us")
 
-    def gloo(self, count, target):
+    def gloo(self):
+        for count, target in ((2, 1.2), (4, 1.5)):
+            self.steps_of_gloo(count, target)
+
+    def steps_of_gloo(self, count, target):
         """The fastest ways of both sides are found first, and then raced."""
         what = f"steps of {count} learners with {GLOO_SIZE // MIB} MiB"
-        with self.learners(f"gloo{count}", GLOO_SIZE, count) as of_sides:
+        with self.learners(f"gloo{count}", GLOO_SIZE, count) as through:
+            everything = {**through, **{way: (self.gloos[count], way) for way in (*GLOO_WAYS, PLAIN)}}
 
-            def race(ways, warm_up, rounds):
-                task = {"directories": of_sides, "size": GLOO_SIZE, "ways": ways, **self.race(warm_up, rounds)}
-                return self.team.run(mount_and_gloo, count, 900, **task)
+            def race(names, rounds, warm_up):
+                return self.race({name: everything[name] for name in names}, rounds, warm_up)
 
             say(f"{what}: looking for the fastest ways")
-            trial = race([*((way, side) for way in WAYS for side in of_sides), *GLOO_WAYS], 1, self.plan.gloo_trial)
-            ours, written = fastest(trial, WAYS, of_sides), fastest(trial, WRITTEN, of_sides)
-            other = min(GLOO_WAYS, key=lambda way: median(trial, way))
-            say(f"{what}: {ours}; all_reduce over {other[0]}, pieces of 1/{other[1]}")
-            through = [(way, side) for way in (ours, written, "mapped") for side in of_sides]
-            results = race(list(dict.fromkeys([*through, other, PLAIN])), 2, self.plan.gloo)
+            trial = race([*((way, side) for way in WAYS for side in self.binaries), *GLOO_WAYS], self.plan.gloo_trial, 1)
+            ours, written = (fastest(trial, ways, self.binaries) for ways in (WAYS, WRITTEN))
+            other = min(GLOO_WAYS, key=lambda way: statistics.median(trial[way]))
+            say(f"{what}: {ours}; all_reduce over {other.replace(' ', ', pieces of 1/')}")
+            names = [(way, side) for way in (ours, written, "mapped") for side in self.binaries]
+            found = race(list(dict.fromkeys([*names, other, PLAIN])), self.plan.gloo, 2)
+        medians = jobs.medians(found)
         name = f"step_vs_gloo_{count}learners"
         plain = f"step_vs_plain_gloo_{count}learners"
         for called, goal, way, baseline in (
@@ -329,10 +361,9 @@ class Pass:
             (plain, None, ours, PLAIN),
             (f"mapped_{name}", None, "mapped", other),
         ):
-            self.figures.append(times(called, median(results, (way, NEW)), median(results, baseline), goal))
-        self.steps_compared([name, plain], results, ours, of_sides)
-        self.steps_compared([f"written_{name}"], results, written, of_sides)
-        self.steps_compared([f"mapped_{name}"], results, "mapped", of_sides)
+            self.figures.append(times(called, medians[way, NEW], medians[baseline], goal))
+        for names, way in (([name, plain], ours), ([f"written_{name}"], written), ([f"mapped_{name}"], "mapped")):
+            self.steps_compared(names, found, way)
 
 
 def run(bench):
@@ -342,19 +373,19 @@ def run(bench):
     large = bool({"reads", "writes"} & bench.only)
     require_memory((25 if both else 14) * plan.size if large else (6 if both else 4) * GIB)
     gradfs, sink = bench.gradfs("bench_sink")
-    binaries, passes = bench.sides(gradfs), []
+    binaries, passes = sides(gradfs, bench.against), []
     if "publish" in bench.only:
         redis = baselines.build("redis", only_look=bench.only_look)
-    team = Team(bench.stack, 4)
-    if "gloo" in bench.only:
-        say("connecting gloo")
-        if not team.run(connect_gloo, 4, 300, directory=bench.work, counts=(2, 4)):
-            say("note: no network namespace of its own, so gloo runs with this machine's congestion control")
+    gloos = {}
+    for count in (2, 4) if "gloo" in bench.only else ():
+        place = bench.work / f"gloo{count}"
+        place.mkdir()
+        gloos[count] = python(bench.stack, *(["gloo", place, rank, count, GLOO_SIZE] for rank in range(count)), prepares=True)
     for number in range(bench.passes):
         if both:
             say(f"pass {number + 1} of {bench.passes}")
         order = dict(reversed(binaries.items())) if number % 2 else binaries
-        passes.append(Pass(bench, plan, order, sink, bench.work / str(number), team))
+        passes.append(Pass(plan, order, sink, bench.work / str(number), gloos))
         passes[-1].run(bench.only)
     figures = middle([one.figures for one in passes])
     if both:

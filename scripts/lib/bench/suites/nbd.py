@@ -30,7 +30,7 @@ from report import gib_s, ratio
 
 from bench import jobs
 from bench.parts import nbd_client
-from bench.parts.files import pattern
+from bench.parts.files import fill, pattern
 from bench.parts.nbd_client import Cell
 
 PARTS = ("reads", "assign", "sum")
@@ -43,9 +43,6 @@ KITS = (("malloc", 1), ("malloc", 2), ("malloc", 4), ("malloc", 16), ("sparse", 
 # Of a model that sums, besides what fio writes. This program writes it to end a step.
 TAIL = 4096
 STEP_DEADLINE = 30.0
-# Whole writes before the first measurement: gradfs takes a version's memory in each of the first ones.
-WARM_UP = {"gradfs": 4, "nbdkit": 1}
-
 
 class Plan:
     """How much is measured, and with what."""
@@ -55,7 +52,7 @@ class Plan:
             sizes = (256 << 10, MIB, 4 * MIB)
             return [Cell(client, size, depth, count) for size in sizes for depth in depths for count in (1, 4)]
 
-        self.quick, self.gradfs_binary, self.work, self.quiet = bench.quick, gradfs, bench.work, bench.quiet
+        self.quick, self.gradfs_binary, self.work = bench.quick, gradfs, bench.work
         self.size = (256 if bench.quick else 512) * MIB
         self.rounds = 5 if bench.quick else 9
         # Of a run that goes over the device again and again.
@@ -99,17 +96,25 @@ class Plan:
             yield f"nbd+unix:///?socket={socket}"
 
     @contextmanager
-    def gradfs(self, name, size, dtype, reducer):
-        """gives the model's directory, and a function that makes the URI of an export."""
-        socket = self.work / f"{name}.sock"
+    def both(self, name, job, size, dtype, reducer):
+        """A model and a RAM disk; gives the model's directory, a function that makes URIs of its exports, and the disk's URI."""
+        kit, socket = self.kit(job), self.work / f"{name}.sock"
         options = ["--reducer", reducer, "--nbd", socket]
-        with jobs.up(self.gradfs_binary, self.work / name, size, *options, dtype=dtype) as model:
-            yield model, lambda export: f"nbd+unix:///{export}?socket={socket}"
+        with (
+            jobs.up(self.gradfs_binary, self.work / name, size, *options, dtype=dtype) as model,
+            self.nbdkit(f"{name}-nbdkit", kit) as disk,
+        ):
+            yield model, lambda export: f"nbd+unix:///{export}?socket={socket}", disk
+
+    def warm_up(self, run):
+        """Whole writes before the first measurement: gradfs takes a version's memory in each of the first ones."""
+        for side in [*["gradfs"] * 4, "nbdkit"]:
+            run(side, self.whole)
 
     def race(self, sides, cells, rounds):
         """All sides take turns in each cell, and cells in each round; {cell: {side: GiB/s}}, medians."""
         acts = {(cell, side): lambda cell=cell, run=run: [run(cell)] for cell in cells for side, run in sides.items()}
-        medians = jobs.medians(jobs.turns(self, acts, rounds))
+        medians = jobs.medians(jobs.turns(acts, rounds))
         return {cell: {side: medians[cell, side] for side in sides} for cell in cells}
 
 
@@ -120,11 +125,8 @@ class Plan:
 @contextmanager
 def reads(plan):
     """A version of a model, and a RAM disk with the same bytes."""
-    kit = plan.kit("nbd-read")
-    with plan.gradfs("reads", plan.size, "f32", "sum") as (model, uri_of), plan.nbdkit("reads-nbdkit", kit) as baseline:
-        with open(model / "gradients", "wb", buffering=0) as file:
-            for index in range(plan.size // MIB):
-                file.write(pattern(index).tobytes())
+    with plan.both("reads", "nbd-read", plan.size, "f32", "sum") as (model, uri_of, baseline):
+        fill(model, plan.size // MIB)
         number = (model / "version").read_text().strip()
         nbd_client.copy(uri_of("model/weights"), baseline)
         # nbdcopy has several connections only where the server says that they see the same (CAN_MULTI_CONN). An export
@@ -160,9 +162,8 @@ def wait_for(model, is_there, why):
 @contextmanager
 def assign(plan):
     """A model of bytes that is a disk, and a RAM disk."""
-    kit = plan.kit("nbd-write")
-    with plan.gradfs("assign", plan.size, "u8", "assign") as (model, uri_of), plan.nbdkit("assign-nbdkit", kit) as other:
-        uris = {"gradfs": uri_of("model"), "nbdkit": other}
+    with plan.both("assign", "nbd-write", plan.size, "u8", "assign") as (model, uri_of, baseline):
+        uris = {"gradfs": uri_of("model"), "nbdkit": baseline}
 
         def run(side, cell):
             uri, before = uris[side], int((model / "version").read_text())
@@ -174,9 +175,7 @@ def assign(plan):
                 wait_for(model, lambda version: version != before, "none has what was written to the disk")
             return rate
 
-        for side in SIDES:
-            for _ in range(WARM_UP[side]):
-                run(side, plan.whole)
+        plan.warm_up(run)
         yield {side: partial(run, side) for side in SIDES}
         for uri in uris.values():
             nbd_client.check(uri, plan.size, lambda _: nbd_client.ELEMENT)
@@ -192,35 +191,31 @@ def sums(plan):
     the last bytes of the model, which are not fio's, and flushes. So a step is one contribution and makes one version.
     This FLUSH is not in the measured time. Only one connection could have it there (cell "flush").
     """
-    kit, element = plan.kit("nbd-write"), nbd_client.ELEMENT
-    gate, count = nbd_client.Gate(plan.work / "gate"), 0
+    element, gate, count = nbd_client.ELEMENT, nbd_client.Gate(plan.work / "gate"), 0
     with (
-        plan.gradfs("sums", plan.size + TAIL, "f32", "sum") as (model, uri_of),
-        plan.nbdkit("sums-nbdkit", kit) as baseline,
+        plan.both("sums", "nbd-write", plan.size + TAIL, "f32", "sum") as (model, uri_of, baseline),
         nbd_client.connection(uri_of("model/gradients")) as handle,
     ):
+        uris = {"gradfs": uri_of("model/gradients"), "nbdkit": baseline}
 
-        def end():
-            handle.pwrite(element.tobytes() * (TAIL // 4), plan.size)
-            handle.flush()
+        def end(side):
+            if side == "gradfs":
+                handle.pwrite(element.tobytes() * (TAIL // 4), plan.size)
+                handle.flush()
 
-        def write(uri, cell, then):
-            if cell.flush:
-                return nbd_client.write_once(uri, cell, plan.size)
-            return gate.write(uri, cell, plan.size, then)
-
-        def to_gradfs(cell):
+        def run(side, cell):
             nonlocal count
-            rate = write(uri_of("model/gradients"), cell, end)
-            count += 1
-            wait_for(model, lambda version: version == count, f"after {count} contributions")
+            if cell.flush:
+                rate = nbd_client.write_once(uris[side], cell, plan.size)
+            else:
+                rate = gate.write(uris[side], cell, plan.size, partial(end, side))
+            if side == "gradfs":
+                count += 1
+                wait_for(model, lambda version: version == count, f"after {count} contributions")
             return rate
 
-        sides = {"gradfs": to_gradfs, "nbdkit": lambda cell: write(baseline, cell, lambda: None)}
-        for side, run in sides.items():
-            for _ in range(WARM_UP[side]):
-                run(plan.whole)
-        yield sides
+        plan.warm_up(run)
+        yield {side: partial(run, side) for side in SIDES}
         nbd_client.check(uri_of("model/weights"), plan.size, lambda _: count * element)
         nbd_client.check(baseline, plan.size, lambda _: element)
 

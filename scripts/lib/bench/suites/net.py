@@ -46,12 +46,13 @@ once.
 import itertools
 import statistics
 from contextlib import ExitStack
+from functools import partial
 
 from machine import GIB, MIB, Failed, available_memory, require, require_memory, say
 from report import Figure, milliseconds, ratio, table, times
 
 from bench import baselines, jobs
-from bench.against import NEW, OLD, PASSES, named
+from bench.against import NEW, OLD, PASSES, named, sides
 from bench.parts import blocks, publish
 
 # Contenders of gradfs, and what their ratios against sockets are called after it, if they have any.
@@ -66,9 +67,21 @@ WARM_UP = 2
 WHATS = ("push", "pull", "step")
 # The figures that have targets are of this job; others carry its name.
 NAMED = (64 * MIB, 1, 1)
-# Least ratios to bare sockets.
-TARGETS = {"gradfs": 0.9, "unchecked": 0.95}
-CPU_TARGET, STREAM_TARGET, UNARY_TARGET, MEMORY_TARGET = 1.15, 2.5, 6.0, 0.9
+# Ratios: the name, the contender, with what it is compared (the fastest counts), what they do, whether it is CPU time that is
+# compared, and the target.
+SOCKETS, TARGETS = ("sockets", "sendfile"), {"gradfs": 0.9, "unchecked": 0.95}
+RATIOS = [
+    (f"tcp_{what}_vs_sockets{kind}", name, SOCKETS, what, False, TARGETS.get(name))
+    for name, kind in KINDS.items()
+    if kind is not None
+    for what in WHATS
+]
+RATIOS += [
+    ("tcp_step_cpu_vs_sockets", "gradfs", SOCKETS, "step", True, 1.15),
+    ("shm_push_vs_stream_add", "memory", ("add",), "push", False, 0.9),
+    ("tcp_step_vs_grpc", "gradfs", ("stream",), "step", False, 2.5),
+    ("tcp_step_vs_grpc_unary", "gradfs", ("unary",), "step", False, 6.0),
+]
 # Of the part rss: the most learners, and the most memory.
 MANY, RSS_SIZE, RSS_BLOCK, RSS_STEPS, RSS_TARGET = 32, 16 * MIB, 256 << 10, 4, 1.05
 # Of the part mounts: how gradients go in, the figure, and its target. Gradients are stored anew before each step where they
@@ -96,7 +109,7 @@ class Gradfs:
     def __init__(self, bench):
         gradfs, learner = bench.gradfs("bench_learner")
         self.work, self.count = bench.work, 0
-        self.binaries = {side: (binary, learner) for side, binary in bench.sides(gradfs).items()}
+        self.binaries = {side: (binary, learner) for side, binary in sides(gradfs, bench.against).items()}
         if OLD in self.binaries:
             old = self.binaries[OLD][0]
             own = old.parent / "examples" / learner.name
@@ -151,30 +164,33 @@ def cpu_of(took):
     return took.cpu_seconds / took.bytes * 1e9
 
 
+def cpu_words(value):
+    return f"{value * 1e3:.0f} ms/GB"
+
+
 class Race:
-    """Contenders' rounds in turn, and what they took."""
+    """What rounds of contenders in turn took: {(contender, what): [Measurement]}."""
 
-    def __init__(self, quiet):
-        self.quiet, self.found = quiet, {}
+    def __init__(self):
+        self.found = {}
 
-    def run(self, contenders, rounds):
-        """Every contender does everything it is asked for, round after round; both sides of one do so in turn.
+    def run(self, contenders, rounds, order):
+        """Every contender does everything it is asked for, round after round; both sides of one are neighbours.
 
         A mount pulls what was pushed by itself. Its own pull or step comes next and waits for that, so that no other side
         is measured meanwhile.
         """
-        for turn in range(WARM_UP + rounds):
-            for name, (rivals, whats) in contenders.items():
-                order = list(rivals.items())
-                for side, rival in reversed(order) if turn % 2 else order:
-                    for what in whats:
-                        self.quiet.wait()
-                        took = rival.round(what)
-                        if turn >= WARM_UP and (what != "pull" or name not in ("written", "mapped")):
-                            self.found.setdefault((named(name, side), what), []).append(took)
-                if turn in (0, WARM_UP + rounds - 1):
-                    for rival in rivals.values():
-                        rival.check()
+
+        def act(rival, whats):
+            return [(what, rival.round(what)) for what in whats]
+
+        sides = {(name, side): (rival, whats) for name, (of, whats) in contenders.items() for side, rival in of.items()}
+        acts = {of: partial(act, *asked) for of, asked in sides.items()}
+        rivals = [rival for rival, _ in sides.values()]
+        for (name, side), took in jobs.turns(acts, rounds, WARM_UP, order, rivals).items():
+            for what, one in took:
+                if what != "pull" or name not in ("written", "mapped"):
+                    self.found.setdefault((named(name, side), what), []).append(one)
 
     def seconds(self, name, what):
         return statistics.median(map(seconds_of, self.found[name, what]))
@@ -215,34 +231,18 @@ def figures_of(case, race):
 def ratios_of(case, race):
     """gradfs against the baselines of the same run."""
     figures = []
-
-    def has(*names, what="step"):
-        return all((name, what) in race.found for name in names)
-
-    def found(key, value, target, *words, op=">="):
-        figures.append(ratio(key + case.suffix, value, None if case.suffix else target, *words, op))
-
-    bares = [name for name in ("sockets", "sendfile") if has(name)]
-    for name, kind in KINDS.items():
-        for what in WHATS if bares and kind is not None else ():
-            if has(name, what=what):
-                least, bare = min((race.seconds(bare, what), bare) for bare in bares)
-                words = f"{race.rate(name, what):.2f} GB/s", f"{race.rate(bare, what):.2f} GB/s ({bare})"
-                found(f"tcp_{what}_vs_sockets{kind}", least / race.seconds(name, what), TARGETS.get(name), *words)
-    if has("gradfs") and bares:
-        bare = min(bares, key=lambda name: race.seconds(name, "step"))
-        ours, other = race.cpu("gradfs", "step"), race.cpu(bare, "step")
-        words = f"{ours * 1e3:.0f} ms/GB", f"{other * 1e3:.0f} ms/GB ({bare})"
-        found("tcp_step_cpu_vs_sockets", ours / other, CPU_TARGET, *words, op="<=")
-    if has("memory", "add", what="push"):
-        value = race.seconds("add", "push") / race.seconds("memory", "push")
-        words = [f"{race.rate(name, 'push'):.2f} GB/s" for name in ("memory", "add")]
-        found("shm_push_vs_stream_add", value, MEMORY_TARGET, *words)
-    for other, key, target in (("stream", "", STREAM_TARGET), ("unary", "_unary", UNARY_TARGET)):
-        if has("gradfs", other):
-            target = None if case.suffix else target
-            seconds = race.seconds("gradfs", "step"), race.seconds(other, "step")
-            figures.append(times(f"tcp_step_vs_grpc{key}{case.suffix}", *seconds, target))
+    for key, ours, others, what, is_cpu, target in RATIOS:
+        others = [name for name in others if (name, what) in race.found]
+        if not others or (ours, what) not in race.found:
+            continue
+        pair = ours, min(others, key=lambda name: race.seconds(name, what))
+        if is_cpu:
+            values, words = [race.cpu(name, what) for name in pair], [cpu_words(race.cpu(name, what)) for name in pair]
+        else:
+            values, words = [1 / race.seconds(name, what) for name in pair], [f"{race.rate(name, what):.2f} GB/s" for name in pair]
+        words[1] += f" ({pair[1]})"
+        target, op = None if case.suffix else target, "<=" if is_cpu else ">="
+        figures.append(ratio(key + case.suffix, values[0] / values[1], target, *words, op))
     return figures
 
 
@@ -252,18 +252,9 @@ def compare(bench, case, race, ratios):
         old = named(name, OLD)
         if (old, what) not in race.found:
             continue
-        of = f"{name}_{what}_{case.name}"
-        seconds, cpu = [f"{of}_ms"], [f"{of}_cpu_ms_per_gb"]
-        also = [f"tcp_{what}_vs_sockets{KINDS[name]}"] if KINDS[name] is not None else []
-        if (name, what) == ("gradfs", "step"):
-            also += ["tcp_step_vs_grpc", "tcp_step_vs_grpc_unary"]
-            cpu += [f"tcp_step_cpu_vs_sockets{case.suffix}"]
-        if (name, what) == ("memory", "push"):
-            also.append("shm_push_vs_stream_add")
-        seconds += [f"{key}{case.suffix}" for key in also]
-        in_words = lambda value: f"{value * 1e3:.0f} ms/GB"  # noqa: E731
-        for names, value, words in ((seconds, seconds_of, milliseconds), (cpu, cpu_of, in_words)):
-            names = [names[0], *(name for name in names[1:] if name in ratios)]
+        for unit, is_cpu, value, words in (("ms", False, seconds_of, milliseconds), ("cpu_ms_per_gb", True, cpu_of, cpu_words)):
+            also = [key + case.suffix for key, *of in RATIOS if (of[0], of[2], of[3]) == (name, what, is_cpu)]
+            names = [f"{name}_{what}_{case.name}_{unit}", *(key for key in also if key in ratios)]
             bench.compare(names, *(race.passes(side, what, value) for side in (name, old)), words)
 
 
@@ -312,9 +303,7 @@ def mounts(bench, gradfs):
         for way in MOUNTS:
             contenders[way] = gradfs.start(stack, NEW, way, size, options=("--transport", "tcp"))
         acts = {name: lambda one=one: [one.round("read_step").seconds] for name, one in contenders.items()}
-        medians = jobs.medians(jobs.turns(bench, acts, 9 if bench.quick else 25, 3))
-        for contender in contenders.values():
-            contender.check()
+        medians = jobs.medians(jobs.turns(acts, 9 if bench.quick else 25, 3, rivals=contenders.values()))
     return [times(name, medians[way], medians["library"], target, "<=") for way, (name, target) in MOUNTS.items()]
 
 
@@ -347,13 +336,13 @@ def run(bench):
     figures, ratios = [], []
     rounds = 2 if bench.against else 7 if bench.quick else 9
     for case in cases:
-        race = Race(bench.quiet)
+        race, order = Race(), "alternate" if bench.against else "same"
         for number in range(bench.passes):
             with ExitStack() as stack:
                 say(f"{case.words}: {rounds} rounds" + (f" of pass {number + 1}" if bench.against else ""))
                 started = gradfs.contenders(stack, case, chosen, bench.quick) if gradfs else {}
                 started |= baseline_contenders(stack, case, chosen, bench.quick, binaries)
-                race.run(started, rounds)
+                race.run(started, rounds, order)
             if gradfs:
                 # The side that started last starts first.
                 gradfs.binaries = dict(reversed(gradfs.binaries.items()))

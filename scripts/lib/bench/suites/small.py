@@ -19,16 +19,15 @@ copies its gradients to the mapped file, and reads the weights into a buffer of 
 
 import re
 import statistics
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
 from machine import Failed, say
-from report import Figure, microseconds, ratio, table, times
+from report import Figure, microseconds, table, times, worst
 
 from bench import baselines, jobs
-from bench.against import NEW
+from bench.against import NEW, sides
 
 AGAINST = None
 TARGETS = {"tcp": 12.0, "shm": 8.0}
@@ -67,11 +66,6 @@ def in_microseconds(seconds):
     return microseconds(seconds * 1e6)
 
 
-def learner(stack, model, way):
-    """One that does steps on the files of a model; it glances at the weights after each."""
-    return jobs.Rival(stack, [[sys.executable, jobs.LEARNER, model, "--way", way]])
-
-
 def mounted(stack, bench, gradfs, transport, size):
     """A shard with a mount: the model's directory, and their processes."""
     place = bench.work / f"{transport}-{size}-{len(list(bench.work.iterdir()))}"
@@ -86,12 +80,11 @@ def waits(bench, binaries):
     for turn in range(PASSES):
         for transport in TRANSPORTS:
             for side, binary in binaries.items():
-                bench.quiet.wait()
                 with ExitStack() as stack:
                     model, pids = mounted(stack, bench, binary, transport, SIZE)
                     for way in WAYS:
                         with ExitStack() as of_way:
-                            one = learner(of_way, model, way)
+                            one = jobs.on_model(of_way, model, way)
                             one.repeat(WARM_UP)
                             both = {"learner": one.peers[0].process.pid, **pids}
                             before = switches_of(both)
@@ -133,11 +126,9 @@ def against_sockets(bench, gradfs, program, binaries):
                 options = ("--pulls", "eager", *options)
                 contenders[transport] = jobs.library(stack, cluster, program, options=options)
                 model, _ = mounted(stack, bench, gradfs, transport, size)
-                contenders[f"mount, {transport}"] = learner(stack, model, "stored")
+                contenders[f"mount, {transport}"] = jobs.on_model(stack, model, "stored")
             acts = {(size, name): lambda one=one: one.repeat(STEPS) for name, one in contenders.items()}
-            found |= jobs.turns(bench, acts, 7 if bench.quick else 21, WARM_UP_TURNS)
-            for contender in contenders.values():
-                contender.check()
+            found |= jobs.turns(acts, 7 if bench.quick else 21, WARM_UP_TURNS, rivals=contenders.values())
         say(f"steps of {size >> 10} KiB against sockets")
     medians, figures = jobs.medians(found), []
     for name, (figure, target) in FIGURES.items():
@@ -145,14 +136,13 @@ def against_sockets(bench, gradfs, program, binaries):
             times(f"{figure}_{size >> 10}kib", medians[size, name], medians[size, "sockets"], op="<=", words=in_microseconds)
             for size in SIZES
         ]
-        worst = max(rows, key=lambda row: row.value)
-        figures += [*rows, ratio(figure, worst.value, target, worst.ours, worst.other, op="<=")]
+        figures += [*rows, worst(figure, rows, target, "<=")]
     return figures
 
 
 def run(bench):
     gradfs = bench.gradfs()
-    medians = medians_of(waits(bench, bench.sides(gradfs)))
+    medians = medians_of(waits(bench, sides(gradfs, bench.against)))
     ours = {case[:2]: of for case, of in medians.items() if case[2] == NEW}
     figures = [
         Figure(f"switches_{transport}_{way}", count, "switches/step", TARGETS[transport], "<=", f"{count:.1f} a step")

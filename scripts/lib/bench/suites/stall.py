@@ -1,10 +1,9 @@
 """Measures how long learners wait for the network, and how old the weights are that they read.
 
-  sync       computing, pushing and pulling of one to four learners, and how much of it overlaps (lib/bench/parts/overlap.py)
-  async      what follows here, by policy of pulling (control/pull)
-  publish    the time until another host has new weights
-  digits     the time until a classifier is trained (lib/bench/parts/digits.py); with --chart it is drawn: digits.svg and .png
-  timelines  only a chart: what a learner and its mount do in a few steps, stall.svg and .png (lib/bench/parts/timelines.py)
+  sync     computing, pushing and pulling of one to four learners, and how much of it overlaps (lib/bench/parts/overlap.py)
+  async    what follows here, by policy of pulling (control/pull)
+  publish  the time until another host has new weights
+  digits   the time until a classifier is trained (lib/bench/parts/digits.py); with --chart it is drawn: digits.svg and .png
 
 async: two hosts of network namespaces have links that are slow, so that the wire is the limit. One has the shard, and a
 trainer that makes a version every 40 ms. The other one has the learner that is measured. Consistency is async. The
@@ -29,20 +28,17 @@ until it is read is compared with the time that the bytes take on one link, by i
 """
 
 import statistics
-import sys
 
 from machine import MIB, Failed, require, say
 from netns import Cluster, Hosts, Link
 from report import Figure, times
 
-from bench import jobs
-from bench.parts import digits, overlap, timelines
+from bench.parts import digits, overlap
 
-PARTS = ("sync", "async", "publish", "digits", "timelines")
-USUAL = {True: ("sync", "async"), False: PARTS[:4]}
-CHART = "draw digits.svg and .png there, or stall.svg and .png with --only timelines"
+PARTS = ("sync", "async", "publish", "digits")
+USUAL = {True: ("sync", "async")}
+CHART = "draw digits.svg and .png there"
 QUICK = "fewer cases, shorter turns, and only sync and async: below 45 s once it is built"
-WORK = jobs.WORK / "hosts.py"
 # A block that is written in part travels as a whole.
 BLOCK, RATE = 64 << 10, 200e6
 POLICIES = ("adaptive", "after-push", "eager", "on-demand", "whole")
@@ -60,17 +56,15 @@ def asynchronous(bench, gradfs):
     found = {policy: [] for policy in policies}
     with Hosts(["shard", "learner"], Link(rate=RATE)) as hosts:
         words = ["--size", MIB, "--block-size", BLOCK, "--reducer", "sum", "--consistency", "async"]
-        cluster = Cluster.of(hosts, gradfs, *words)
-        paths = {host: cluster.mount(host) / "model" for host in hosts.names}
-        say(f"links of {hosts.way}")
-        times = hosts.scratch / "times"
-        trainer = hosts.start("shard", [sys.executable, WORK, "train", paths["shard"], times])
+        cluster = Cluster.of(hosts, gradfs, *words, mounts=hosts.names)
+        say(f"links of {hosts.link}")
+        made = hosts.scratch / "times"
+        trainer = hosts.work("shard", "hosts.py", "train", cluster.model("shard"), made)
         trainer.wait_for("trains")
         for turn in range(ROUNDS):
             for policy in policies:
-                bench.quiet.wait()
-                words = ["stall", paths["learner"], times, policy, steps, turn * steps, ROUNDS * steps]
-                found[policy].append(hosts.start("learner", [sys.executable, WORK, *words]).found(DEADLINE))
+                words = [cluster.model("learner"), made, policy, steps, turn * steps, ROUNDS * steps]
+                found[policy].append(hosts.work("learner", "hosts.py", "stall", *words).found(DEADLINE))
             hosts.check()
             say(f"turn {turn + 1} of {ROUNDS}")
         trainer.stop()
@@ -96,15 +90,14 @@ def publications(bench, gradfs):
     with Hosts(["shard", "from", "to"], Link(rate=PUBLISH_RATE)) as hosts:
         cluster = Cluster.of(hosts, gradfs, "--size", SIZE, "--reducer", "assign")
         sends, reads = (cluster.mount(host, "--transport", "tcp") / "model" for host in ("from", "to"))
-        say(f"publications over links of {hosts.way}")
+        say(f"publications over links of {hosts.link}")
         for _ in range(3 if bench.quick else 7):
             for pace, pause in PAUSES.items():
-                bench.quiet.wait()
                 version += 1
-                reader = hosts.start("to", [sys.executable, WORK, "await", reads, version])
+                reader = hosts.work("to", "hosts.py", "await", reads, version)
                 reader.wait_for("waits")
-                words = ["publish", sends, SIZE, PIECE, pause, version]
-                begin = hosts.start("from", [sys.executable, WORK, *words]).found(DEADLINE)["at"]
+                words = [sends, SIZE, PIECE, pause, version]
+                begin = hosts.work("from", "hosts.py", "publish", *words).found(DEADLINE)["at"]
                 found[pace].append(reader.found(DEADLINE)["at"] - begin)
         hosts.check()
     wire = SIZE * 8 / PUBLISH_RATE
@@ -112,11 +105,6 @@ def publications(bench, gradfs):
         times(f"publish_over_link_{pace}_vs_wire", statistics.median(seconds), wire, op="<=")
         for pace, seconds in found.items()
     ]  # fmt: skip
-
-
-def check(parser, options):
-    if "timelines" in options.only and not options.chart:
-        parser.error("--only timelines is a chart: give --chart DIR")
 
 
 def run(bench):
@@ -127,16 +115,14 @@ def run(bench):
             (learner,) = bench.binaries("bench_learner")
         except Failed as error:
             say(f"without learners by the library: {error}")
-        figures += overlap.figures(overlap.measure(gradfs, learner, bench.quiet, bench.quick))
+        figures += overlap.figures(overlap.measure(gradfs, learner, bench.quick))
     if "async" in bench.only:
         figures += asynchronous(bench, gradfs)
     if "publish" in bench.only:
         figures += publications(bench, gradfs)
     if "digits" in bench.only:
-        found = digits.measure(gradfs, bench.quiet, 1 if bench.quick else digits.ROUNDS)
+        found = digits.measure(gradfs, 1 if bench.quick else digits.ROUNDS)
         figures += digits.figures(found)
         if bench.chart:
             digits.draw(found, bench.chart_path("digits"))
-    if "timelines" in bench.only:
-        timelines.draw(gradfs, bench.chart_path("stall"))
     return figures

@@ -6,13 +6,9 @@ on-demand). A push is the time from the first write to the end of fsync, and a s
 turns. A figure is the median of all turns, as a ratio to that of `full`. Weights always come in full.
 """
 
-import sys
-
-import netns
 from machine import MIB, say
+from netns import Cluster, Hosts, Link
 from report import times
-
-from bench import jobs
 
 RATE = 1e9
 FORMS = ("full", "bf16", "fp16", "int8", "fp8", "topk(0.01)")
@@ -25,13 +21,11 @@ DEADLINE = 600.0
 def run(bench):
     size, rounds = (16 * MIB, 5) if bench.quick else (64 * MIB, 9)
     gradfs = bench.gradfs()
-    with netns.Hosts(["shard", "learner"], netns.Link(rate=RATE)) as hosts:
-        cluster = netns.Cluster.of(hosts, gradfs, "--size", size, "--reducer", "sum", "--pull", "on-demand")
+    with Hosts(["shard", "learner"], Link(rate=RATE)) as hosts:
+        cluster = Cluster.of(hosts, gradfs, "--size", size, "--reducer", "sum", "--pull", "on-demand")
         path = cluster.mount("learner", "--transport", "tcp") / "model"
-        say(f"{size // MIB} MiB over links of {hosts.way}")
-        bench.quiet.wait()
-        command = [sys.executable, jobs.WORK / "hosts.py", "wire", path, rounds, *FORMS]
-        found = hosts.start("learner", command).found(DEADLINE)
+        say(f"{size // MIB} MiB over links of {hosts.link}")
+        found = hosts.work("learner", "hosts.py", "wire", path, rounds, *FORMS).found(DEADLINE)
         hosts.check()
     figures = []
     for form in FORMS[1:]:
