@@ -63,8 +63,8 @@ pub struct Fs {
     drafts: DraftRoom,
 }
 
-/// The place of a model: its index is that of no other as long as the mount lasts, so the kernel never takes an old inode
-/// for one of another model.
+/// The place of a model: its index is that of no other as long as the mount lasts, so the kernel never takes an old
+/// inode for one of another model.
 struct Slot {
     /// None once the model is gone and nobody uses its files.
     tree: Option<Arc<ModelTree>>,
@@ -116,7 +116,8 @@ impl Fs {
         trees.iter_mut().find(of).is_some_and(|slot| std::mem::take(&mut slot.shown))
     }
 
-    /// Takes out the models that are gone and whose files nobody uses. Who reads a version keeps its memory, and no more.
+    /// Takes out the models that are gone and whose files nobody uses. Who reads a version keeps its memory, and no
+    /// more.
     pub fn take_unused(&self) -> Vec<Arc<ModelTree>> {
         let unused =
             |slot: &Slot| !slot.shown && slot.tree.as_ref().is_some_and(|tree| Arc::strong_count(tree) == 1);

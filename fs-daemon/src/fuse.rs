@@ -79,8 +79,8 @@ pub fn mount(calls: Arc<Calls>, path: &Path, mounting: &Mounting) -> io::Result<
     Ok(Mounted { session, kernel })
 }
 
-/// Mounts by mount(2), with the subtype in the name of the type: `fuser` leaves it out there, and `findmnt` and monitoring
-/// go by it. `None` if only the setuid helper may mount, to which `fuser` tells the subtype.
+/// Mounts by mount(2), with the subtype in the name of the type: `fuser` leaves it out there, and `findmnt` and
+/// monitoring go by it. `None` if only the setuid helper may mount, to which `fuser` tells the subtype.
 ///
 /// The caller unmounts, whatever follows.
 fn mount_directly(path: &Path, allow_other: bool) -> io::Result<Option<OwnedFd>> {

@@ -148,7 +148,8 @@ pub fn serve(
     Ok(())
 }
 
-/// Has a thread of its own look for models that come and go: it may wait for others, and the kernel's requests never do.
+/// Has a thread of its own look for models that come and go: it may wait for others, and the kernel's requests never
+/// do.
 fn follow(calls: &Arc<Calls>, kernel: Arc<dyn Kernel>, mut later: Box<dyn Later>) -> io::Result<()> {
     // One request is as good as many.
     let (wake, asked) = mpsc::sync_channel(1);

@@ -1,6 +1,6 @@
 //! A peer that does to the memory of the rings whatever it likes, between any two steps of this end: its counts are
-//! believed or refused as docs/internals/protocol.md says, this end moves the bytes that it says it moves, from and to where
-//! its own counts are, and touches nothing else.
+//! believed or refused as docs/internals/protocol.md says, this end moves the bytes that it says it moves, from and to
+//! where its own counts are, and touches nothing else.
 
 #![no_main]
 

@@ -21,9 +21,9 @@
 //! | `pollers` | the threads of completion queues |
 //! | `endpoint` | a device with all of its connections |
 //!
-//! The first four rows are in every build. From `verbs` on, all need the feature of that name, and `absent` stands in for
-//! them without it. It has the same names, and types of which there is no value. So whoever uses this crate is compiled
-//! in every build, and asks nothing but [`IS_BUILT_IN`].
+//! The first four rows are in every build. From `verbs` on, all need the feature of that name, and `absent` stands in
+//! for them without it. It has the same names, and types of which there is no value. So whoever uses this crate is
+//! compiled in every build, and asks nothing but [`IS_BUILT_IN`].
 
 #![warn(unreachable_pub)]
 

@@ -1,12 +1,12 @@
-//! A model as a disk (reducer `assign`): what is written is read at once, may be written again, and becomes a version when
-//! it is published.
+//! A model as a disk (reducer `assign`): what is written is read at once, may be written again, and becomes a version
+//! when it is published.
 //!
 //! A disk has memory of its own for the parts that were written. Reads of the rest see the newest version.
 //! [`Chunks`] decides which part lies where.
 //!
-//! This module holds `unsafe` for entering that memory. Writers of the same bytes race as they do on any disk, and so do
-//! a reader and a writer of the same bytes. Chunks are copied from a version only before anybody writes them, under the
-//! lock.
+//! This module holds `unsafe` for entering that memory. Writers of the same bytes race as they do on any disk, and so
+//! do a reader and a writer of the same bytes. Chunks are copied from a version only before anybody writes them, under
+//! the lock.
 
 mod chunks;
 

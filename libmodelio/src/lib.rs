@@ -1,8 +1,9 @@
-//! A program's part in a model that gradfs serves: learners contribute, readers follow versions, publishers replace weights.
+//! A program's part in a model that gradfs serves: learners contribute, readers follow versions, publishers replace
+//! weights.
 //!
-//! What a mount does through files, this library does without a kernel between: blocks go to the shards over TCP, shared
-//! memory or RDMA, and versions lie in the program's own memory. [`connect`] finds a model by its name. The rest follows
-//! from the [`Job`]:
+//! What a mount does through files, this library does without a kernel between: blocks go to the shards over TCP,
+//! shared memory or RDMA, and versions lie in the program's own memory. [`connect`] finds a model by its name. The rest
+//! follows from the [`Job`]:
 //!
 //! | to | use |
 //! |---|---|
@@ -100,8 +101,8 @@ pub use vocabulary::shard_error::ShardError;
 pub use vocabulary::weight::Weight;
 pub use wire::{Checksum, ModelRecord, ShardRecord};
 
-/// Connects to the model `name`, whose place the registry at `registry` (`host:port`) knows. The job follows the model when
-/// it moves to other shards. Returns when a first version is here.
+/// Connects to the model `name`, whose place the registry at `registry` (`host:port`) knows. The job follows the model
+/// when it moves to other shards. Returns when a first version is here.
 ///
 /// # Errors
 /// [`ConnectError`], after `options.patience` for each of the registry and the shards at the latest.

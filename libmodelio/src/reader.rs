@@ -33,8 +33,8 @@ impl Reader {
         Reader::open(job, job.version())
     }
 
-    /// Shows a learner's replica of the model in place of the version's own weights. The replica's memory stays unchanged
-    /// for as long as the version is pinned.
+    /// Shows a learner's replica of the model in place of the version's own weights. The replica's memory stays
+    /// unchanged for as long as the version is pinned.
     #[must_use]
     pub fn showing(mut self, replica: Region) -> Reader {
         self.view.region = replica;

@@ -11,9 +11,9 @@
 //! | `rdma` | byte streams and payload between registered memory of two machines | `reactor`, `stream` |
 //! | `local` | a model whose client, coordinator and partition are in one process | |
 //!
-//! A module uses only those modules that its row names. So messages (`frames`) and the ways of moving bytes
-//! (the three transports) do not know of each other, and meet in [`stream::Stream`]. `stream`, `reactor` and `tcp` are of
-//! the crate below, and `rdma` is a crate of its own.
+//! A module uses only those modules that its row names. So messages (`frames`) and the ways of moving bytes (the three
+//! transports) do not know of each other, and meet in [`stream::Stream`]. `stream`, `reactor` and `tcp` are of the
+//! crate below, and `rdma` is a crate of its own.
 //!
 //! `tally` counts moved payload, and the part that CPUs copied. It uses none of them, and none uses it.
 

@@ -125,8 +125,8 @@ pub enum Protocol {
     ///
     /// This program does not speak it any more.
     V10 = 10,
-    /// Settings have `max_learners`, `patience` and `shard_patience`, and a learner may leave because `patience` is over. A
-    /// shard says how many blocks it lacks of each client.
+    /// Settings have `max_learners`, `patience` and `shard_patience`, and a learner may leave because `patience` is
+    /// over. A shard says how many blocks it lacks of each client.
     ///
     /// This program does not speak it any more.
     V11 = 11,

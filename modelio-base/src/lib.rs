@@ -1,4 +1,5 @@
-//! What is below the transports of gradfs: its words, memory and computations over bytes, byte streams and their threads.
+//! What is below the transports of gradfs: its words, memory and computations over bytes, byte streams and their
+//! threads.
 //!
 //! libmodelio re-exports all of it, under the same names. Other programs use it from there.
 

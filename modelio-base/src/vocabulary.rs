@@ -1,5 +1,5 @@
-//! The words of gradfs as types: identities, a model's layout and its blocks, settings and reducers. Plain data; no file,
-//! no socket, no thread.
+//! The words of gradfs as types: identities, a model's layout and its blocks, settings and reducers. Plain data; no
+//! file, no socket, no thread.
 
 pub mod block_map;
 pub mod block_ranges;

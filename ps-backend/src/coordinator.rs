@@ -6,6 +6,8 @@
 //! one at a time. A plan is concluded when every shard is ready, and dropped when a client is lost or a contribution
 //! refused. `docs/operate/network.md` tells why.
 //!
+//! A file calls only methods of files above it in this table:
+//!
 //! | module, from low to high | holds |
 //! |---|---|
 //! | `shape`, `requests`, `tickets`, `health`, `local_shard`, `plan_queue`, `progress`, `shares` | parts of the state, with their own decisions |

@@ -5,16 +5,16 @@
 //! Every learner has at most one open contribution, whose payload waits at its client. When the contributions to a
 //! version are committed, a plan adds them up and computes the version ([`Action::Begin`]).
 //!
-//! A plan may begin before the commits, when a contribution has a whole block: blocks are then added as soon as they are
-//! whole. In `sync` it takes the contributions of all learners, as they are written. Elsewhere it may begin only
+//! A plan may begin before the commits, when a contribution has a whole block: blocks are then added as soon as they
+//! are whole. In `sync` it takes the contributions of all learners, as they are written. Elsewhere it may begin only
 //! when no other learner can change the result: if a version waits for several learners, all others must have
-//! committed; if every contribution makes a version (`async`, `ssp`), no other learner may be writing. Such a plan
-//! is provisional. The last commit seals it ([`Action::Seal`]). If a learner dies or aborts before its commit, it
-//! is dropped ([`Action::Drop`]), and the version is computed again without that contribution. If the blocks that
-//! it has taken are staged, too, it gives way: a commit that would have to wait for it, new weights, another
-//! consistency and a hold drop it, and contributions are read when they are committed. So does a commit that has
-//! waited for other learners about as long as it took to write it: it is accumulated instead. A learner's commits
-//! stay, whatever becomes of the learner.
+//! committed; if every contribution makes a version (`async`, `ssp`), no other learner may be writing. Such a plan is
+//! provisional. The last commit seals it ([`Action::Seal`]). If a learner dies or aborts before its commit, it is
+//! dropped ([`Action::Drop`]), and the version is computed again without that contribution. If the blocks that it has
+//! taken are staged, too, it gives way: a commit that would have to wait for it, new weights, another consistency and a
+//! hold drop it, and contributions are read when they are committed. So does a commit that has waited for other
+//! learners about as long as it took to write it: it is accumulated instead. A learner's commits stay, whatever becomes
+//! of the learner.
 //!
 //! A step that must know the norm of its whole gradient (`clip_norm`) has two plans, and none is provisional. The first
 //! one adds up all contributions and measures the sums ([`Work::Measure`]); the second one computes the version from
@@ -25,12 +25,14 @@
 //!
 //! # Modules, from low to high
 //!
+//! A file calls only methods of files above it.
+//!
 //! | module | holds |
 //! |---|---|
 //! | `actions`, `state`, `bits` | what comes out, learners and their contributions |
-//! | `formation`, `incarnations`, `making`, `measured`, `newest`, `recipe`, `grace`, `waits`, `provisional` | parts of the state, with their own decisions |
+//! | `formation`, `incarnations`, `making`, `measured`, `newest`, `recipe`, `provisional` | parts of the state, with their own decisions |
 //! | `view` | the state, for reading |
-//! | `consistency`, `staleness`, `record` | rules that depend on more than one part |
+//! | `grace`, `consistency`, `staleness`, `waits`, `record` | rules that depend on more than one part |
 //! | `contents`, `pending`, `provisional::speculation` | the contents of plans, refused requests, plans before the commits |
 //! | `step` | from commits to versions |
 //! | `membership`, `commit`, `setback`, `hold`, `settings`, `deadlines` | the events |

@@ -5,8 +5,8 @@
 //! the device, a kernel computes weights and state in place, and the weights are copied to the version's buffer in the
 //! host's memory, where all readers find them (iRDMA §IV-A). These copies and kernels overlap ([`lanes`]).
 //!
-//! [`Device`] is all that this needs of a device. `cuda` is the one of NVIDIA GPUs, behind the feature of that name. Tests
-//! have one in software, which checks bounds, lifetimes and the order of streams.
+//! [`Device`] is all that this needs of a device. `cuda` is the one of NVIDIA GPUs, behind the feature of that name.
+//! Tests have one in software, which checks bounds, lifetimes and the order of streams.
 //!
 //! | module | holds |
 //! |---|---|

@@ -1,9 +1,10 @@
-//! Moving a model's blocks off a shard: the whole procedure, which the model's coordinator carries out over an [`Edge`].
-//! `docs/operate/network.md` has the story. `server::moving` is the edge, and the simulator has one of its own.
+//! Moving a model's blocks off a shard: the whole procedure, which the model's coordinator carries out over an
+//! [`Edge`]. `docs/operate/network.md` has the story. `server::moving` is the edge, and the simulator has one of its
+//! own.
 //!
-//! Until the registry may have replaced the model's record, any failure, or a request to stop, ends the move and changes
-//! nothing. From then on nothing ends it: the registry is asked until it has said which record it has. Then every shard is
-//! told of the new map; one that does not answer for long asks the registry by itself.
+//! Until the registry may have replaced the model's record, any failure, or a request to stop, ends the move and
+//! changes nothing. From then on nothing ends it: the registry is asked until it has said which record it has. Then
+//! every shard is told of the new map; one that does not answer for long asks the registry by itself.
 
 mod plan;
 #[cfg(test)]
@@ -181,8 +182,8 @@ pub fn run(edge: &mut impl Edge, plan: &MovePlan, deadline: Now, hold: Option<Du
     };
 }
 
-/// Moves a model by `plan`: until `deadline` its map is in force, or it is given up. `hold` is how long the job may stand
-/// still, if not as long as the plan says.
+/// Moves a model by `plan`: until `deadline` its map is in force, or it is given up. `hold` is how long the job may
+/// stand still, if not as long as the plan says.
 pub async fn move_model(edge: &mut impl Edge, plan: &MovePlan, deadline: Now, hold: Option<Duration>) {
     let hold = hold.unwrap_or(plan.hold);
     let mut moving = Moving { edge, plan, deadline, hold, held_until: None };
@@ -348,8 +349,8 @@ impl<E: Edge> Moving<'_, E> {
         self.plan.all().filter(|shard| *shard != self.plan.off).collect()
     }
 
-    /// Gives the shards that are `left` an order, one group after the other. Those that carry it out are no longer left.
-    /// The result is why one has not, if one has not.
+    /// Gives the shards that are `left` an order, one group after the other. Those that carry it out are no longer
+    /// left. The result is why one has not, if one has not.
     async fn repeat(
         &mut self,
         left: &mut [Vec<ShardId>],
@@ -366,8 +367,8 @@ impl<E: Edge> Moving<'_, E> {
         Ok(trouble)
     }
 
-    /// Has shards carry out a step: how many blocks are there, and are to be. `undone` says what was not done, should time
-    /// run out.
+    /// Has shards carry out a step: how many blocks are there, and are to be. `undone` says what was not done, should
+    /// time run out.
     async fn ask(
         &mut self,
         shards: &[ShardId],

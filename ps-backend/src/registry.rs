@@ -138,8 +138,8 @@ impl RegistryCore {
 
     /// Room for one more shard. Numbers of the gone are kept for when they return, unless they are needed. If all are
     /// there, one gives way that no model needs: of those that hold nothing, of the address that has most of them, the
-    /// one that has been silent for longest. It has a place again when it announces itself, which a stranger's inventions
-    /// do not.
+    /// one that has been silent for longest. It has a place again when it announces itself, which a stranger's
+    /// inventions do not.
     fn make_room(&mut self, now: Now) -> Result<(), Refusal> {
         if self.shards.len() < MAX_SHARDS {
             return Ok(());

@@ -1,7 +1,7 @@
 //! Every optimizer against torch's: 100 steps of the same gradients lead to the same weights, in all types.
 //!
-//! `scripts/lib/torch_golden.py` has made `golden/torch.json` of torch, in fp32 and fp64, and `golden/torch_groups.json` of
-//! torch's parameter groups.
+//! `scripts/lib/torch_golden.py` has made `golden/torch.json` of torch, in fp32 and fp64, and
+//! `golden/torch_groups.json` of torch's parameter groups.
 
 use std::collections::BTreeMap;
 

@@ -94,7 +94,8 @@ impl Found {
         Ok(Arc::new(model))
     }
 
-    /// The models that were deleted, as the registry says. One that was restarted may not know a model yet, and says so.
+    /// The models that were deleted, as the registry says. One that was restarted may not know a model yet, and says
+    /// so.
     fn gone(&self, shown: &[Arc<Model>]) -> Vec<Arc<Model>> {
         let (models, held): (Vec<_>, Vec<HeldPartition>) =
             shown.iter().filter_map(|model| Some((model, self.lives.get(&model.name)?.clone()))).unzip();

@@ -39,8 +39,8 @@ type Names<'a> = Box<dyn Iterator<Item = (String, Node)> + 'a>;
 const MAX_NAME: usize = 255;
 
 impl Fs {
-    /// The inode that `name` in `parent` leads to now. The kernel knows one more name of its version then: each success is
-    /// to be followed by a [`Fs::forget`] in the end.
+    /// The inode that `name` in `parent` leads to now. The kernel knows one more name of its version then: each success
+    /// is to be followed by a [`Fs::forget`] in the end.
     ///
     /// # Errors
     /// ENOENT; ESTALE in `tensors/` of a version that has gone, so that the kernel looks `tensors` up and tries again.
@@ -48,9 +48,9 @@ impl Fs {
         self.lookup_by(parent, name, |node| self.note(node))
     }
 
-    /// The same for names of a learner that was dropped, as one of its programs sees them: its directory is there with the
-    /// reason in `error`, and ENOTCONN takes the place of all other files. `None` if it is no such name, or `has_used` says
-    /// that the caller has not used the learner.
+    /// The same for names of a learner that was dropped, as one of its programs sees them: its directory is there with
+    /// the reason in `error`, and ENOTCONN takes the place of all other files. `None` if it is no such name, or
+    /// `has_used` says that the caller has not used the learner.
     pub fn lookup_dropped(
         &self,
         parent: u64,

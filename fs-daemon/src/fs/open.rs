@@ -72,9 +72,9 @@ impl OpenRequest {
         (other != file && self.reads && self.writes).then(|| Node::Model(index, other).ino())
     }
 
-    /// If the file shows the newest version: the learner that it shows that to, if it is one. The files of the model itself
-    /// show the mount's own learner's only to its own processes: what one program has written keeps no other one from
-    /// reading.
+    /// If the file shows the newest version: the learner that it shows that to, if it is one. The files of the model
+    /// itself show the mount's own learner's only to its own processes: what one program has written keeps no other one
+    /// from reading.
     pub fn shows_newest_to(&self) -> Option<Option<LearnerId>> {
         let (_, file) = self.file().filter(|_| self.reads)?;
         match file {
@@ -163,7 +163,8 @@ impl OpenRequest {
         }
     }
 
-    /// Does what takes long about an open that contributes: the mount's own learner joins, and a mapping takes its pages.
+    /// Does what takes long about an open that contributes: the mount's own learner joins, and a mapping takes its
+    /// pages.
     ///
     /// # Errors
     /// Those of [`Fs::open`].
@@ -253,7 +254,8 @@ impl Fs {
     /// Opens the file without waiting for anything, after [`OpenRequest::prepare`].
     ///
     /// # Errors
-    /// EACCES and EINVAL where the file cannot be opened so, ESTALE where the version of a name is gone, ENOENT, ENOMEM.
+    /// EACCES and EINVAL where the file cannot be opened so, ESTALE where the version of a name is gone, ENOENT,
+    /// ENOMEM.
     pub fn open(&self, request: &OpenRequest) -> CallResult<(OpenFile, Way)> {
         let Some((tree, file)) = request.file() else {
             if request.node == Node::Trace {

@@ -163,8 +163,8 @@ impl OpenFile {
         }
     }
 
-    /// Whether something was written through this file since the last end. Unlike [`Self::is_pending`], a setting that was
-    /// emptied alone is not.
+    /// Whether something was written through this file since the last end. Unlike [`Self::is_pending`], a setting that
+    /// was emptied alone is not.
     pub fn is_written(&self) -> bool {
         match self {
             OpenFile::Text(text) => text.is_written(),

@@ -134,12 +134,12 @@ impl TextFile {
         self.draft.as_ref().is_some_and(|draft| draft.lock().is_written())
     }
 
-    /// Takes a piece of a new value. Whatever ends with a newline must be one, and the coordinator must be there to take it:
-    /// shells show no errors of close. So a setting is asked for: see [`Self::await_settings`].
+    /// Takes a piece of a new value. Whatever ends with a newline must be one, and the coordinator must be there to
+    /// take it: shells show no errors of close. So a setting is asked for: see [`Self::await_settings`].
     ///
     /// # Errors
-    /// EINVAL for a value that does not fit, or a piece that does not follow the others; ENOMEM if drafts hold as much as
-    /// they may; EBADF for a file not open for writing. The next end fails, too.
+    /// EINVAL for a value that does not fit, or a piece that does not follow the others; ENOMEM if drafts hold as much
+    /// as they may; EBADF for a file not open for writing. The next end fails, too.
     pub(super) fn write(&self, offset: u64, data: &[u8]) -> CallResult<Wrote> {
         let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
         let written = draft.write(offset, data, || self.present());
@@ -162,8 +162,8 @@ impl TextFile {
     /// Judges again what was written, whose last `len` bytes are new, after [`Self::await_settings`].
     ///
     /// # Errors
-    /// EINVAL for a value that contradicts a setting; ETIMEDOUT and EIO when the settings could not be learnt. The next end
-    /// fails, too.
+    /// EINVAL for a value that contradicts a setting; ETIMEDOUT and EIO when the settings could not be learnt. The next
+    /// end fails, too.
     pub fn judge(&self, len: usize, known: Result<(), ShardError>) -> CallResult<()> {
         let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
         let outcome = match known {
@@ -220,8 +220,8 @@ impl TextFile {
         tree.model.job.set_control(name, value, tree.model.prompt(), Box::new(answer));
     }
 
-    /// Whether `text` is a value, as far as that can be told before it is applied. Returns why it contradicts settings that
-    /// this mount knows, if it does.
+    /// Whether `text` is a value, as far as that can be told before it is applied. Returns why it contradicts settings
+    /// that this mount knows, if it does.
     fn check(&self, text: &[u8]) -> CallResult<Option<CallError>> {
         if let Node::Model(_, File::LearnerWeight(id)) = self.node {
             let (learner, weight) = self.weight(id, text)?;

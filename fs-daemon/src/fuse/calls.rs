@@ -80,8 +80,8 @@ pub struct Started {
 }
 
 /// Whether it is enough that the kernel is told of a new version at the next look at leftovers
-/// ([`Fs::drop_leftovers`]). A small model's program most often looks the name up before that, and the old inode goes by
-/// itself.
+/// ([`Fs::drop_leftovers`]). A small model's program most often looks the name up before that, and the old inode goes
+/// by itself.
 ///
 /// Nobody misses the version. It is shown by now, and who begins to poll, or has the kernel keep `tensors`, notes that
 /// first and looks at the newest version then.
@@ -166,8 +166,8 @@ impl Calls {
         self.fs.add(model).inspect(|tree| self.listen_to(tree)).is_some()
     }
 
-    /// A model is gone: its name disappears, and what is open of it fails as its job does. Must not be called from within
-    /// a request.
+    /// A model is gone: its name disappears, and what is open of it fails as its job does. Must not be called from
+    /// within a request.
     pub fn remove(&self, model: &Model, kernel: &dyn Kernel) {
         if self.fs.hide(model) {
             tracing::warn!(model = model.name, "deleted: not shown any more");
@@ -195,9 +195,9 @@ impl Calls {
         }
     }
 
-    /// Writes, for `by`. `from_mapping`: the kernel writes back pages that a program stored through mmap. The first write of
-    /// a step that only the coordinator knows is answered when that has answered, or a signal ends the wait. So is a value of
-    /// a setting. All else is answered before this returns.
+    /// Writes, for `by`. `from_mapping`: the kernel writes back pages that a program stored through mmap. The first
+    /// write of a step that only the coordinator knows is answered when that has answered, or a signal ends the wait.
+    /// So is a value of a setting. All else is answered before this returns.
     ///
     /// # Errors
     /// Fails as [`OpenFile::write`] does.
@@ -239,8 +239,8 @@ impl Calls {
     /// fallocate(2), which takes no space here: mode 0 declares bytes of mapped gradients final. It waits for nothing.
     ///
     /// # Errors
-    /// EOPNOTSUPP for other modes, and as [`OpenFile::declare_final`]. It is never ENOSYS: the kernel would not ask again
-    /// as long as the mount lasts.
+    /// EOPNOTSUPP for other modes, and as [`OpenFile::declare_final`]. It is never ENOSYS: the kernel would not ask
+    /// again as long as the mount lasts.
     pub fn fallocate(&self, fh: u64, mode: i32, offset: u64, len: u64) -> CallResult<()> {
         let open = self.files.get(fh)?;
         if mode != 0 {
@@ -250,8 +250,8 @@ impl Calls {
     }
 
     /// truncate(2), ftruncate(2) and the truncation of open(2). The size is fixed. A truncation to nothing begins a new
-    /// write, and takes back what was written through the file that it names. One to the fixed size means that holes are
-    /// zeros. Only what is taken back may wait: for the coordinator, or until a signal ends that.
+    /// write, and takes back what was written through the file that it names. One to the fixed size means that holes
+    /// are zeros. Only what is taken back may wait: for the coordinator, or until a signal ends that.
     ///
     /// EINVAL, EACCES, EBUSY for what is being committed, EIO for what counts all the same, or may count.
     pub fn truncate(&self, ino: u64, fh: Option<u64>, size: u64, tid: u32, done: Done<()>) {

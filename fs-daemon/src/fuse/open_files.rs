@@ -100,8 +100,8 @@ impl OpenFiles {
         endings::truncated(of_inode, tid).and_then(|fh| open.get(&fh).cloned())
     }
 
-    /// Whether a process that closes a descriptor of the open file `fh` has another one of that file. `owners`: the process,
-    /// and whom it has inherited descriptors from. None if its descriptors cannot be seen.
+    /// Whether a process that closes a descriptor of the open file `fh` has another one of that file. `owners`: the
+    /// process, and whom it has inherited descriptors from. None if its descriptors cannot be seen.
     pub fn has_duplicate(&self, fh: u64, ino: u64, owners: &[u32]) -> Option<bool> {
         let file = Sought { ino, device: self.device.get().map(String::as_str) };
         let pid = *owners.first()?;
@@ -123,8 +123,8 @@ impl OpenFiles {
         seen.ok()
     }
 
-    /// The number of other open files of the inode that may have descriptors of the owners and can be written. Files whose
-    /// last descriptor was closed are in the table until the kernel says so.
+    /// The number of other open files of the inode that may have descriptors of the owners and can be written. Files
+    /// whose last descriptor was closed are in the table until the kernel says so.
     pub(super) fn others(&self, fh: u64, ino: u64, owners: &[u32]) -> usize {
         // Where its opener cannot be seen, a file may be theirs.
         let is_theirs = |users: &FileUsers| users.opener.is_none_or(|opener| owners.contains(&opener));
@@ -137,7 +137,8 @@ impl OpenFiles {
 
 /// A file that descriptors lead to.
 struct Sought<'a> {
-    /// Its inode. Numbers of this filesystem's inodes are far above those of others, but all gradfs mounts have the same.
+    /// Its inode. Numbers of this filesystem's inodes are far above those of others, but all gradfs mounts have the
+    /// same.
     pub ino: u64,
     /// The device of its mount, as mountinfo names it.
     pub device: Option<&'a str>,

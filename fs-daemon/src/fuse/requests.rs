@@ -1,4 +1,5 @@
-//! Every request of the kernel, passed on to [`Calls`](super::calls::Calls) or [`Fs`](crate::fs::Fs), and the refusals of those it does not have.
+//! Every request of the kernel, passed on to [`Calls`](super::calls::Calls) or [`Fs`](crate::fs::Fs), and the refusals
+//! of those it does not have.
 
 use std::ffi::OsStr;
 use std::io;

@@ -1,5 +1,5 @@
-//! Processes that use learners, and still live. A learner leaves with the last process that is killed of those that have,
-//! or had, its `gradients` open. Before there is one, its lease waits for those that have opened its `weights`.
+//! Processes that use learners, and still live. A learner leaves with the last process that is killed of those that
+//! have, or had, its `gradients` open. Before there is one, its lease waits for those that have opened its `weights`.
 
 use std::collections::HashMap;
 use std::io;
@@ -20,8 +20,8 @@ pub struct Watches {
     /// By the watcher's key.
     watched: Mutex<HashMap<u64, Watched>>,
     next_key: AtomicU64,
-    /// Held from before a program gets its learner until its process is watched, and while it is decided whether a learner
-    /// is alone. So a program that is just opening counts.
+    /// Held from before a program gets its learner until its process is watched, and while it is decided whether a
+    /// learner is alone. So a program that is just opening counts.
     opening: RwLock<()>,
     watcher: OnceLock<Watcher>,
     /// Said once that some program's end cannot be seen.
@@ -96,8 +96,8 @@ impl Watches {
         self.opening.read_recursive()
     }
 
-    /// Thread `tid` of `process`, if that can be seen, has opened the learner's `gradients`: the violent end of its process
-    /// is the learner's.
+    /// Thread `tid` of `process`, if that can be seen, has opened the learner's `gradients`: the violent end of its
+    /// process is the learner's.
     pub fn opened(
         &self,
         model: &Arc<Model>,
@@ -122,8 +122,8 @@ impl Watches {
         }
     }
 
-    /// Thread `tid` opens the learner's `weights`. This is nearly free once a process contributes. Processes that only read
-    /// take half of the places at most, so that those which contribute find one.
+    /// Thread `tid` opens the learner's `weights`. This is nearly free once a process contributes. Processes that only
+    /// read take half of the places at most, so that those which contribute find one.
     pub fn attended(&self, model: &Arc<Model>, learner: &Arc<Learner>, tid: u32) {
         if !learner.wants_attendants(model.job.controls().lease) || self.len() >= MAX_WATCHED / 2 {
             return;
@@ -160,8 +160,8 @@ impl Watches {
         }
     }
 
-    /// The process of thread `tid`, as [`Process::of_thread`] has it, but for a process that is watched without a look at
-    /// `/proc`, if `tid` is its first thread.
+    /// The process of thread `tid`, as [`Process::of_thread`] has it, but for a process that is watched without a look
+    /// at `/proc`, if `tid` is its first thread.
     ///
     /// The number of a first thread is the process's own, and nobody else gets it before the process is reaped. So as
     /// long as the pidfd says that the process has not ended, a request of that number is the process's. The number of
@@ -228,8 +228,8 @@ impl Watches {
         }
     }
 
-    /// Takes back a watch: what it was of, the learner if the process contributed, and whether no other process does. None
-    /// if the learner was dropped before.
+    /// Takes back a watch: what it was of, the learner if the process contributed, and whether no other process does.
+    /// None if the learner was dropped before.
     fn unwatch(&self, key: u64) -> Option<(Watched, Arc<Learner>, bool)> {
         let (ended, alone) = {
             let mut watched = self.watched.lock();
@@ -260,8 +260,8 @@ impl Watches {
         }
     }
 
-    /// A watched process ended. A killed process that contributed takes its learner with it. A process that exits by itself
-    /// may have been one of many (a shell's `dd`): `control/linger` and the lease decide.
+    /// A watched process ended. A killed process that contributed takes its learner with it. A process that exits by
+    /// itself may have been one of many (a shell's `dd`): `control/linger` and the lease decide.
     fn ended(&self, key: u64, exit: Exit) {
         let _nobody_opens = self.opening.write();
         let Some((Watched { model, process, .. }, learner, alone)) = self.unwatch(key) else { return };
@@ -275,8 +275,8 @@ impl Watches {
         }
     }
 
-    /// The learner is out of its job. Its processes are not watched any more, unless it was `dropped`: then they are to hear
-    /// why. Returns whether there are such.
+    /// The learner is out of its job. Its processes are not watched any more, unless it was `dropped`: then they are to
+    /// hear why. Returns whether there are such.
     pub fn left(&self, model: &Model, learner: LearnerId, dropped: bool) -> bool {
         let mut watched = self.watched.lock();
         // Of one that was dropped before, nobody may ask any more.

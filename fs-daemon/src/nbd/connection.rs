@@ -1,6 +1,6 @@
 //! One client: its handshake, then its requests, each of which gets one reply. Reads are sent from the memory of the
-//! version or disk. Gradients are reduced from the buffer that they were received into, and a disk's bytes are received in
-//! its memory.
+//! version or disk. Gradients are reduced from the buffer that they were received into, and a disk's bytes are received
+//! in its memory.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

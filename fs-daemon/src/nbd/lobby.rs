@@ -1,6 +1,6 @@
-//! The places of clients. Clients that have not chosen an export yet wait in the lobby, and others are seated. Of each, so
-//! many have a place. One more that waits sends the one away that has waited longest, and one more that is seated the one
-//! that has been silent longest: first of those that only read. So clients that do nothing keep nobody out.
+//! The places of clients. Clients that have not chosen an export yet wait in the lobby, and others are seated. Of each,
+//! so many have a place. One more that waits sends the one away that has waited longest, and one more that is seated
+//! the one that has been silent longest: first of those that only read. So clients that do nothing keep nobody out.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

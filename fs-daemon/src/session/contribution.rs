@@ -127,11 +127,11 @@ impl Contribution {
         }
     }
 
-    /// The program takes back what was written here: it truncates the file to nothing. The learner's open contribution is
-    /// dropped, whoever has written into it. `done` hears whether nothing of it counts, now or later.
+    /// The program takes back what was written here: it truncates the file to nothing. The learner's open contribution
+    /// is dropped, whoever has written into it. `done` hears whether nothing of it counts, now or later.
     ///
-    /// EBUSY while a commit runs, with nothing changed. EIO where a commit had no answer, and the contribution counts, or
-    /// may count.
+    /// EBUSY while a commit runs, with nothing changed. EIO where a commit had no answer, and the contribution counts,
+    /// or may count.
     pub fn take_back(self: &Arc<Self>, done: Done<()>) {
         let contributor = &self.learner.contributor;
         let has_doubt = self.ships_mapping || self.timed_out.load(Ordering::Relaxed);
@@ -186,8 +186,8 @@ impl Contribution {
     }
 
     /// Takes the word of the program that these bytes of its mapping are final, and sends them at once where the path
-    /// allows. `is_stored_here`: what the program stores is in the learner's memory already, and not in the kernel's page
-    /// cache. There it stays until fsync or msync.
+    /// allows. `is_stored_here`: what the program stores is in the learner's memory already, and not in the kernel's
+    /// page cache. There it stays until fsync or msync.
     ///
     /// # Errors
     /// With nothing changed: EINVAL where the mapping is not shipped, or when the next fsync ships what was written;
@@ -249,8 +249,8 @@ impl Contribution {
         written.check_cut(&self.model.layout)
     }
 
-    /// Writes the holes of a file that has some. The program writes no more. If nothing was written, this may wait for the
-    /// coordinator to name the step.
+    /// Writes the holes of a file that has some. The program writes no more. If nothing was written, this may wait for
+    /// the coordinator to name the step.
     fn write_holes(&self) -> CallResult<()> {
         let (contributor, timeout) = (&self.learner.contributor, self.model.timeout());
         let (sender, named) = std::sync::mpsc::channel();
@@ -332,8 +332,8 @@ impl Contribution {
     /// What was written here must not count, for this reason.
     fn drop_own(&self, error: CallError, ending: Ending) -> CallError {
         let contributor = &self.learner.contributor;
-        // What others write into stays. If nothing is open, a contribution may have failed to open. What a close tells again
-        // has been dropped already.
+        // What others write into stays. If nothing is open, a contribution may have failed to open. What a close tells
+        // again has been dropped already.
         if self.is_begun() && (!contributor.is_open() || contributor.is_open_for(self.share())) {
             contributor.abort();
         }

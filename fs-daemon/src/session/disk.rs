@@ -107,8 +107,8 @@ impl OpenDisk {
         });
     }
 
-    /// Publishes all that was written, and logs if that fails: nobody waits for it. If the model is no disk any more and
-    /// nobody uses it as one, the bytes are dropped. Later they would undo what others have learned meanwhile.
+    /// Publishes all that was written, and logs if that fails: nobody waits for it. If the model is no disk any more
+    /// and nobody uses it as one, the bytes are dropped. Later they would undo what others have learned meanwhile.
     pub fn publish_unasked(&self) {
         if !self.disk.is_changed() {
             return;

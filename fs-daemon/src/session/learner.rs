@@ -272,8 +272,9 @@ impl Learner {
         self.is_guest.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it matters who attends to the learner: nobody has contributed as it yet. A process that comes later than the
-    /// lease after the learner has joined does not count. Otherwise programs that look again and again would keep it.
+    /// Whether it matters who attends to the learner: nobody has contributed as it yet. A process that comes later than
+    /// the lease after the learner has joined does not count. Otherwise programs that look again and again would keep
+    /// it.
     pub fn wants_attendants(&self, lease: Duration) -> bool {
         let users = self.users.lock();
         let is_new = lease.is_zero() || self.joined.elapsed().is_ok_and(|since| since < lease);

@@ -247,8 +247,8 @@ impl Model {
         Ok(learner)
     }
 
-    /// Whether one more learner of a user, of many who use this mount, is within the user's share: half of the learners that
-    /// may be in the job, or as many as it waits for if that is more.
+    /// Whether one more learner of a user, of many who use this mount, is within the user's share: half of the learners
+    /// that may be in the job, or as many as it waits for if that is more.
     ///
     /// # Errors
     /// EDQUOT.

@@ -4,6 +4,8 @@
 //! Blocks move when the edge asks for work ([`ClientCore::next_push`], [`ClientCore::next_pull`]), as fast as its
 //! connections take it. Nothing relies on a connection: the client finds lost blocks missing, and repeats them.
 //!
+//! A file calls only methods of files above it in this table:
+//!
 //! | module, from low to high | holds |
 //! |---|---|
 //! | `owners`, `buffers`, `plans_seen`, `pull_times` | the block map in force, the version that is shown and the buffer behind it, known plans, when to pull |

@@ -266,8 +266,8 @@ impl Job {
         self.shared.unpin(version, 1);
     }
 
-    /// The kernel opens one more file of `version` past this process: it may be mapped until [`Self::unmap_version`], and
-    /// keeps the version as an open one does. False if the version is gone, or programs hold too many others.
+    /// The kernel opens one more file of `version` past this process: it may be mapped until [`Self::unmap_version`],
+    /// and keeps the version as an open one does. False if the version is gone, or programs hold too many others.
     pub fn map_version(&self, version: Version) -> bool {
         let mut inner = self.shared.inner.lock();
         let most = inner.most_held();

@@ -1,4 +1,5 @@
-//! What the client notes of its own course, for the status, metrics and traces. It is noted under the lock that is held anyway.
+//! What the client notes of its own course, for the status, metrics and traces. It is noted under the lock that is held
+//! anyway.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -242,8 +242,8 @@ impl Shared {
         }
     }
 
-    /// Checks whether the next version of the shard in this process has a buffer. If not, versions that names alone keep
-    /// give theirs. No lock may be held.
+    /// Checks whether the next version of the shard in this process has a buffer. If not, versions that names alone
+    /// keep give theirs. No lock may be held.
     pub(super) fn find_buffer(&self, local: &Local) -> bool {
         loop {
             let found = local.shard.find_buffer();

@@ -29,7 +29,8 @@ pub(super) struct Shown {
     readers: u64,
     /// Names of it that the kernel knows. They keep it only while its buffer is not needed.
     names: u64,
-    /// Files of it that the kernel has opened past this process, and knows. Each may be mapped, though nobody has it open.
+    /// Files of it that the kernel has opened past this process, and knows. Each may be mapped, though nobody has it
+    /// open.
     mapped: u64,
     /// Keeps the buffer, if it is the shard's own.
     hold: Option<Arc<dyn Any + Send + Sync>>,
@@ -265,8 +266,8 @@ impl Versions {
         }
     }
 
-    /// A buffer is needed: frees the oldest version that names alone keep. Whoever opens such a name later finds that its
-    /// version is gone. False if there is none.
+    /// A buffer is needed: frees the oldest version that names alone keep. Whoever opens such a name later finds that
+    /// its version is gone. False if there is none.
     pub(super) fn take_from_names(&mut self, retain: usize) -> bool {
         let oldest = self.unpinned(retain).next().map(|(&version, _)| version);
         oldest.inspect(|&version| self.free(version)).is_some()
@@ -288,8 +289,8 @@ impl Versions {
         self.shown.insert(version, Shown { is_sent: true, ..Shown::new(buffer, SystemTime::now()) });
     }
 
-    /// The new weights in this buffer are a version, and the buffer is not needed any more. If the version is shown from
-    /// the shard's memory, the buffer is kept for the next new weights: their pages need not be taken anew.
+    /// The new weights in this buffer are a version, and the buffer is not needed any more. If the version is shown
+    /// from the shard's memory, the buffer is kept for the next new weights: their pages need not be taken anew.
     pub(super) fn keep(&mut self, buffer: Region) {
         self.lent.retain(|(key, _)| *key != buffer.key());
         if self.shows_shards_memory() {
@@ -333,8 +334,8 @@ impl Versions {
         self.shown.insert(version, Shown { hold: Some(hold), ..Shown::new(buffer, at) });
     }
 
-    /// A buffer for new weights. It counts as existing until it is dropped. It may be that of a version which names alone
-    /// keep, and which is not among the `retain` before the newest.
+    /// A buffer for new weights. It counts as existing until it is dropped. It may be that of a version which names
+    /// alone keep, and which is not among the `retain` before the newest.
     ///
     /// # Errors
     /// When `max` exist already, or there is no memory.
@@ -412,8 +413,8 @@ impl Versions {
         self.shown.iter().filter(is_held).count()
     }
 
-    /// The kernel opens one more file of `version` past this process, until [`Self::unmap`]. False if the version is gone,
-    /// or programs hold `most` others.
+    /// The kernel opens one more file of `version` past this process, until [`Self::unmap`]. False if the version is
+    /// gone, or programs hold `most` others.
     pub(super) fn map(&mut self, version: Version, most: usize) -> bool {
         let is_full = self.held_besides(version) >= most;
         let Some(shown) = self.shown.get_mut(&version) else { return false };

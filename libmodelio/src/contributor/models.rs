@@ -2,16 +2,16 @@
 //! count more or less than others.
 //!
 //! A learner begins from a version, trains, and writes the weights that it has come to. Its client sends the difference
-//! to what it began from. Of a replica (`easgd`, `sma`) it sends the correction `c = α(w - z)` between what the learner has
-//! read of its replica and of the central model, and takes `c` off what was written: that is the next replica (*Crossbow*,
-//! Algorithm 2; Zhang et al., *Deep learning with Elastic Averaging SGD*, equations 3 and 4). So the replica loses exactly
-//! what the central model gets.
+//! to what it began from. Of a replica (`easgd`, `sma`) it sends the correction `c = α(w - z)` between what the learner
+//! has read of its replica and of the central model, and takes `c` off what was written: that is the next replica
+//! (*Crossbow*, Algorithm 2; Zhang et al., *Deep learning with Elastic Averaging SGD*, equations 3 and 4). So the
+//! replica loses exactly what the central model gets.
 //!
-//! What is sent of a contribution with a weight is multiplied by that, and sent after the commit: a plan that begins before
-//! it counts every contribution once.
+//! What is sent of a contribution with a weight is multiplied by that, and sent after the commit: a plan that begins
+//! before it counts every contribution once.
 //!
-//! What is sent lies in staging, and what was written of blocks that come in parts in memory of its own. A payload depends
-//! on nothing but what was written and what the learner has read, so it may be made again.
+//! What is sent lies in staging, and what was written of blocks that come in parts in memory of its own. A payload
+//! depends on nothing but what was written and what the learner has read, so it may be made again.
 //!
 //! This module holds `unsafe` for entering these regions; see [`crate::bytes::mmap`] for the rule.
 
@@ -43,8 +43,8 @@ impl Began {
     /// The learner's weights in these bytes.
     fn weights(&self, bytes: Range<u64>) -> &[u8] {
         match &self.replica {
-            // SAFETY: a replica that is shown is not written. Its memory is used again once no version is held with which
-            // it was shown, and `version` is one.
+            // SAFETY: a replica that is shown is not written. Its memory is used again once no version is held with
+            // which it was shown, and `version` is one.
             Some(replica) => unsafe { replica.memory().bytes(span(&bytes)) },
             None => self.version.bytes(bytes),
         }

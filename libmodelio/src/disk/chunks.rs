@@ -1,5 +1,5 @@
-//! The parts of a disk, chunk by chunk: which of them the disk's own memory holds, and which changed since a version was
-//! published (pure).
+//! The parts of a disk, chunk by chunk: which of them the disk's own memory holds, and which changed since a version
+//! was published (pure).
 
 use std::ops::Range;
 
@@ -231,8 +231,8 @@ impl Chunks {
         }
     }
 
-    /// The publication is in a version, and `newest` is the newest one that can be read. Returns whether unwritten bytes
-    /// are to be read from it from now on.
+    /// The publication is in a version, and `newest` is the newest one that can be read. Returns whether unwritten
+    /// bytes are to be read from it from now on.
     pub(super) fn published(&mut self, newest: Version) -> bool {
         if newest <= self.version {
             // The version that has it cannot be read yet.

@@ -1,5 +1,5 @@
-//! Streams of protocols that are not gradfs's own: an [`Exchange`] takes bytes and makes replies, and this module has the
-//! memory that the driver fills and reads.
+//! Streams of protocols that are not gradfs's own: an [`Exchange`] takes bytes and makes replies, and this module has
+//! the memory that the driver fills and reads.
 //!
 //! This module holds `unsafe`: it names that memory to the driver.
 
@@ -178,7 +178,8 @@ impl<E: Exchange> Stream for Exchanging<E> {
         }
         self.is_receiving = true;
         let room = (self.buffer.len() - self.end).min((need - here + self.head).max(FIRST_ROOM));
-        // SAFETY: behind `end`, nobody looks at the buffer until `received` is called, and it is dropped with the stream.
+        // SAFETY: behind `end`, nobody looks at the buffer until `received` is called, and it is dropped with the
+        // stream.
         unsafe { into.push(self.buffer.start().add(self.end), room) };
         Receive::Into { least: need - here }
     }

@@ -70,7 +70,7 @@ impl Mapping {
     pub fn memfd(name: &str, len: usize) -> io::Result<Mapping> {
         let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
         nix::unistd::ftruncate(&fd, i64::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?)?;
-        // SAFETY: the file has this length, and nobody else has it.
+        // SAFETY: the file has this length, and nobody else has it. Whoever gives it away seals its length before.
         unsafe { Mapping::of(fd, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE) }
     }
 
@@ -402,8 +402,8 @@ impl Mapping {
 /// The length of a line of the CPU's caches.
 const LINE: usize = 64;
 
-/// Brings `bytes` into the CPU's caches, by a look at each line. Loads wait for each other less than the stores of a copy
-/// do, so what copies the bytes next takes less time, this included.
+/// Brings `bytes` into the CPU's caches, by a look at each line. Loads wait for each other less than the stores of a
+/// copy do, so what copies the bytes next takes less time, this included.
 pub fn warm(bytes: &[u8]) {
     std::hint::black_box(bytes.iter().step_by(LINE).fold(0, |all, byte| all ^ byte));
 }

@@ -13,8 +13,8 @@ use super::{Action, CoordinatorCore};
 use crate::core::{JobPlan, Now, Source};
 
 impl CoordinatorCore {
-    /// A client has a whole block of new weights, and writes others. A plan begins that takes the blocks as they come, once
-    /// no other work is there.
+    /// A client has a whole block of new weights, and writes others. A plan begins that takes the blocks as they come,
+    /// once no other work is there.
     pub(super) fn begin_open_weights(
         &mut self,
         client: ClientId,

@@ -1,5 +1,5 @@
-//! The coordinator's plans: the core's accumulating and reducing, done by clients that send and shards that add; within,
-//! what shards answer, and what cannot go on.
+//! The coordinator's plans: the core's accumulating and reducing, done by clients that send and shards that add;
+//! within, what shards answer, and what cannot go on.
 
 mod answers;
 mod setbacks;

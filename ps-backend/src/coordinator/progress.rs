@@ -1,8 +1,8 @@
-//! Who sends what was granted. A client that pings, and sends nothing for the lease and the time that it takes to replace
-//! a connection, is given up: its pings say that its connection lives, and not that its contribution comes.
+//! Who sends what was granted. A client that pings, and sends nothing for the lease and the time that it takes to
+//! replace a connection, is given up: its pings say that its connection lives, and not that its contribution comes.
 //!
-//! A shard that lacks payloads answers each repeated start of the plan by how many blocks it lacks of whom, and says of a
-//! plan that is dropped who has sent nothing. So a shard that is stopped, or has not begun the plan, blames nobody.
+//! A shard that lacks payloads answers each repeated start of the plan by how many blocks it lacks of whom, and says of
+//! a plan that is dropped who has sent nothing. So a shard that is stopped, or has not begun the plan, blames nobody.
 
 use std::collections::BTreeMap;
 
@@ -12,12 +12,12 @@ use libmodelio::vocabulary::ids::ClientId;
 use super::REPEAT;
 use crate::core::Now;
 
-/// Within this time, a connection on which a block does not move on is replaced, and the block is sent again: a third of
-/// the silence for which a connection lives, and a little.
+/// Within this time, a connection on which a block does not move on is replaced, and the block is sent again: a third
+/// of the silence for which a connection lives, and a little.
 pub(super) const SENT_AGAIN: Now = Now::from_secs(4);
 
-/// What shards lack of one client, and for how long that has not become less. A plan that takes the place of a dropped one
-/// is no progress: else a job whose learners come and go would wait for a silent client without end.
+/// What shards lack of one client, and for how long that has not become less. A plan that takes the place of a dropped
+/// one is no progress: else a job whose learners come and go would wait for a silent client without end.
 #[derive(Debug, Default)]
 struct Lacks {
     blocks: BTreeMap<PartitionIndex, u32>,
@@ -67,8 +67,8 @@ impl Progress {
         }
     }
 
-    /// A shard drops a plan, and names the clients whose blocks it wanted: with their number if none has come, else with 0.
-    /// So plans that are dropped one after the other hide nobody, however short they are.
+    /// A shard drops a plan, and names the clients whose blocks it wanted: with their number if none has come, else
+    /// with 0. So plans that are dropped one after the other hide nobody, however short they are.
     pub(super) fn dropped(&mut self, partition: PartitionIndex, clients: &[(ClientId, u32)], now: Now) {
         for &(client, blocks) in clients {
             let known = self.clients.entry(client).or_default();

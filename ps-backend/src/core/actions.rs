@@ -100,8 +100,8 @@ impl JobPlan {
 /// Work for the edge.
 #[derive(Clone, Debug)]
 pub enum Action {
-    /// Carry out a plan. If it makes a version, call `JobCore::reduced`; if it is provisional, that must wait until it is
-    /// sealed. Otherwise call `JobCore::accumulated`, or `JobCore::accumulate_failed` if nothing was added.
+    /// Carry out a plan. If it makes a version, call `JobCore::reduced`; if it is provisional, that must wait until it
+    /// is sealed. Otherwise call `JobCore::accumulated`, or `JobCore::accumulate_failed` if nothing was added.
     Begin(Arc<JobPlan>),
     /// Seal the provisional plan under way with this one. All its contributions are committed.
     Seal(Arc<JobPlan>),

@@ -1,4 +1,4 @@
-//! Requests that begin or end a contribution or publication.
+//! Requests that begin or end a contribution or publication, and blocks that are whole.
 
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};

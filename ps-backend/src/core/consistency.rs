@@ -9,8 +9,8 @@
 //! | `ssp(s)` | one contribution | who has committed more than s steps more than the slowest learner |
 //! | `async` | one contribution | nobody's |
 //!
-//! Besides, a commit waits for a buffer, for its learner's last one to be published, and for another contribution that is
-//! part of a provisional plan whose blocks are nowhere else.
+//! Besides, a commit waits for a buffer, for its learner's last one to be published, and for another contribution that
+//! is part of a provisional plan whose blocks are nowhere else.
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::LearnerId;
 
@@ -124,8 +124,8 @@ impl JobCore {
         }
     }
 
-    /// The only learner who writes, if every contribution makes a version. Where its blocks lie nowhere else, it must also
-    /// be the only one who may commit: the plan cannot give way then.
+    /// The only learner who writes, if every contribution makes a version. Where its blocks lie nowhere else, it must
+    /// also be the only one who may commit: the plan cannot give way then.
     fn only_writer(&self) -> Option<LearnerId> {
         if !self.committed.is_empty() || !self.provisional.are_all_staged() && self.members.len() > 1 {
             return None;

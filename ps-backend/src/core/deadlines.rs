@@ -156,8 +156,8 @@ impl JobCore {
         }
     }
 
-    /// Removes silent learners: those that no process is known to use, after the lease; and those whose processes live and
-    /// have made no progress, if another learner has been waiting for them for as long as patience lasts.
+    /// Removes silent learners: those that no process is known to use, after the lease; and those whose processes live
+    /// and have made no progress, if another learner has been waiting for them for as long as patience lasts.
     pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action>) {
         let [lease, patience] = [self.controls.lease, self.controls.patience];
         let stalled = self.formation.is_formed() && self.waits.have_lasted(patience);

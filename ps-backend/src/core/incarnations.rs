@@ -1,11 +1,27 @@
-//! The incarnations of learners: a name that joins again is another learner.
+//! The names and incarnations of learners: a name that joins again is another learner.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId};
+use libmodelio::vocabulary::shard_error::ShardError;
 use serde::{Deserialize, Serialize};
 
 use super::MAX_LEARNERS;
+
+/// The longest name of a learner, in bytes.
+const MAX_NAME: usize = 64;
+
+/// Checks a learner's name, which is also the name of a directory. Mounts check it before they ask, but other clients
+/// may not.
+pub(super) fn check_name(name: &str) -> Result<(), ShardError> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if !name.is_empty() && name.len() <= MAX_NAME && !name.starts_with('.') && name.chars().all(fits) {
+        return Ok(());
+    }
+    let start: String = name.chars().take(MAX_NAME).collect();
+    let why = format!("learner name {start:?}: use up to {MAX_NAME} letters, digits, '-', '_' and '.'");
+    Err(ShardError::NotAllowed(why))
+}
 
 /// The names in the job, and those that have left. The newest that have left are remembered one by one; of all others,
 /// the highest incarnation of any is.

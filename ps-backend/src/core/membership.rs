@@ -4,23 +4,9 @@ use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::shard_error::ShardError;
 
+use super::incarnations::check_name;
 use super::state::Activity;
 use super::{Action, JobCore, Member, Now, Phase};
-
-/// The longest name of a learner, in bytes.
-const MAX_NAME: usize = 64;
-
-/// Checks a learner's name, which is also the name of a directory. Mounts check it before they ask, but other clients
-/// may not.
-pub(super) fn check_name(name: &str) -> Result<(), ShardError> {
-    let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    if !name.is_empty() && name.len() <= MAX_NAME && !name.starts_with('.') && name.chars().all(fits) {
-        return Ok(());
-    }
-    let start: String = name.chars().take(MAX_NAME).collect();
-    let why = format!("learner name {start:?}: use up to {MAX_NAME} letters, digits, '-', '_' and '.'");
-    Err(ShardError::NotAllowed(why))
-}
 
 impl JobCore {
     /// A learner joins as `name`. In the middle of a step it takes part from the next one on.
@@ -160,8 +146,8 @@ impl JobCore {
         Ok(())
     }
 
-    /// A sign of life of `learner`. `attached` says whether a process uses it, if that has changed; without that, its program
-    /// goes on writing a contribution.
+    /// A sign of life of `learner`. `attached` says whether a process uses it, if that has changed; without that, its
+    /// program goes on writing a contribution.
     pub fn touch(&mut self, learner: LearnerId, attached: Option<Attached>, now: Now) {
         if let Some(member) = self.members.get_mut(&learner) {
             member.last_seen = now;

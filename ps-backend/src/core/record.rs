@@ -12,7 +12,7 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use serde::{Deserialize, Serialize};
 
-use super::membership::check_name;
+use super::incarnations::check_name;
 use super::{JobCore, MAX_LEARNERS, Member};
 
 /// The facts about a version.

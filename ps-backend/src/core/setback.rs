@@ -11,8 +11,8 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use super::{Action, Committed, JobCore, Member, Now, PayloadPlace, Phase};
 
 impl JobCore {
-    /// The contributions of a plan that makes no version could not be added up, and nothing was added. The named commits
-    /// fail with the error beside them, and are open again. The others are accumulated anew.
+    /// The contributions of a plan that makes no version could not be added up, and nothing was added. The named
+    /// commits fail with the error beside them, and are open again. The others are accumulated anew.
     pub fn accumulate_failed(
         &mut self,
         failed: Vec<(LearnerId, ShardError)>,
@@ -173,8 +173,8 @@ impl JobCore {
         }
     }
 
-    /// Takes back a commit of which nothing was read. The contribution is open again, and its blocks of a provisional plan are
-    /// dropped.
+    /// Takes back a commit of which nothing was read. The contribution is open again, and its blocks of a provisional
+    /// plan are dropped.
     pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
         let Some(at) = self.committed.iter().position(|c| c.contribution.learner == learner) else { return };
         let committed = self.committed.remove(at);

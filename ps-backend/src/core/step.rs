@@ -18,8 +18,8 @@ impl JobCore {
         self.advance(now, actions);
     }
 
-    /// The contributions of a plan that makes no version are in the accumulator. If it measures, `measured` has the sums
-    /// of the squares.
+    /// The contributions of a plan that makes no version are in the accumulator. If it measures, `measured` has the
+    /// sums of the squares.
     pub fn accumulated(
         &mut self,
         learners: &[LearnerId],

@@ -1,4 +1,4 @@
-//! Waiting learners: who is named as the cause, and who leaves because others wait.
+//! Waiting learners: since when they wait, and who is named as the cause.
 
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::phase::NAMED_AFTER;
@@ -12,7 +12,7 @@ pub(super) const MAX_NAMES: usize = 16;
 /// A wait goes on if a learner waits again within this time: requests that time out come again.
 const SAME_WAIT_WITHIN: Now = Now::from_secs(1);
 
-/// Whether a limit that is not zero, which is none, is over.
+/// Whether `limit` has passed between two times. A limit of zero never passes.
 pub(super) fn lasts(since: Now, until: Now, limit: Now) -> bool {
     !limit.is_zero() && until.saturating_sub(since) >= limit
 }
@@ -35,7 +35,7 @@ impl Waits {
         self.wait.filter(|wait| wait.paused.is_none())
     }
 
-    /// Whether a learner has waited for the progress of others for as long as `patience`, if that ends.
+    /// Whether a learner has waited for the progress of others for `patience`. A patience of zero has no end.
     pub(super) fn have_lasted(&self, patience: Now) -> bool {
         self.stall.is_some_and(|stall| lasts(stall.since, stall.until, patience))
     }

@@ -31,8 +31,8 @@ pub(super) struct PartitionBytes {
 }
 
 impl Candidate {
-    /// Whether it has room for `needed` bytes. A shard whose memory nobody knows says so itself, when it is asked to take
-    /// the model.
+    /// Whether it has room for `needed` bytes. A shard whose memory nobody knows says so itself, when it is asked to
+    /// take the model.
     fn has_room(&self, needed: u64) -> bool {
         let available = self.standing.as_ref().and_then(|standing| standing.memory_available);
         available.is_none_or(|available| needed <= available)
@@ -50,10 +50,10 @@ impl Candidate {
     }
 }
 
-/// The shards for a model that takes `needed` bytes on all of them together: `wanted`, or as many as answer and have room
-/// for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order.
-/// Where too few have room, shards without room are among the chosen ones, and say so when they are asked. So are those
-/// that do not answer, where no others can take the model.
+/// The shards for a model that takes `needed` bytes on all of them together: `wanted`, or as many as answer and have
+/// room for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their
+/// order. Where too few have room, shards without room are among the chosen ones, and say so when they are asked. So
+/// are those that do not answer, where no others can take the model.
 pub(super) fn choose(
     mut candidates: Vec<Candidate>,
     wanted: Option<usize>,

@@ -10,8 +10,8 @@ use smallvec::SmallVec;
 
 /// The most words of a run. Between two copies a device pauses for some microseconds, so longer runs are faster.
 pub(super) const MAX_WORDS: usize = 2 << 20;
-/// The least words of a run that is cut. The first run's copy to the device and the last one's from it overlap with nothing,
-/// so there should be many runs.
+/// The least words of a run that is cut. The first run's copy to the device and the last one's from it overlap with
+/// nothing, so there should be many runs.
 const MIN_WORDS: usize = 128 << 10;
 /// The number of runs that a batch is cut into, if they do not become too short or too long.
 const WANTED: usize = 16;

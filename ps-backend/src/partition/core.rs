@@ -535,8 +535,8 @@ impl PartitionCore {
         Some(missing)
     }
 
-    /// The clients that a sealed plan waits for, each with the number of blocks that are still to come from it. Where the
-    /// order of clients counts, it is the first of them: the others may wait for it.
+    /// The clients that a sealed plan waits for, each with the number of blocks that are still to come from it. Where
+    /// the order of clients counts, it is the first of them: the others may wait for it.
     pub fn lacking(&self, plan: PlanId) -> Vec<(ClientId, u32)> {
         let Some(running) = &self.running else { return Vec::new() };
         let mut lacking = Vec::new();
@@ -553,9 +553,9 @@ impl PartitionCore {
         lacking
     }
 
-    /// Of a sealed plan that is about to be dropped: the clients whose blocks it wants, each with the number of these if
-    /// none has come, and with 0 if one has. Where their order counts, the others may wait for the first one that has sent
-    /// nothing, and are left out. `None` for a plan that has not begun here, or has ended.
+    /// Of a sealed plan that is about to be dropped: the clients whose blocks it wants, each with the number of these
+    /// if none has come, and with 0 if one has. Where their order counts, the others may wait for the first one that
+    /// has sent nothing, and are left out. `None` for a plan that has not begun here, or has ended.
     pub fn silent(&self, plan: PlanId) -> Option<Vec<(ClientId, u32)>> {
         let running = self.running.as_ref().filter(|running| running.plan.id == plan)?;
         let failed = match running.stage {

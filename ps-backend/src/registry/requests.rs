@@ -9,8 +9,8 @@ use libmodelio::wire::{Refusal, RegistryAnswer, RegistryRequest, ShardRecord};
 use super::{Answer, Given, MAX_LEASE, Now, RegistryCore, Shard, check_shard};
 
 impl RegistryCore {
-    /// Answers a request of this process that came with `payload`. What is refused changes nothing, and what is repeated
-    /// changes nothing the second time.
+    /// Answers a request of this process that came with `payload`. What is refused changes nothing, and what is
+    /// repeated changes nothing the second time.
     ///
     /// # Errors
     /// The [`Refusal`] to send.

@@ -594,9 +594,9 @@ fn patience(bytes: u64) -> Duration {
 }
 
 impl CoordinatorState {
-    /// Somebody looks at the clock. If this process was stopped or starved, what was sent to it in that time is still to be
-    /// read. Its clients may have given up by now what they sent before that, so nothing of it counts if the pause was
-    /// long: they connect again, and repeat what they still want.
+    /// Somebody looks at the clock. If this process was stopped or starved, what was sent to it in that time is still
+    /// to be read. Its clients may have given up by now what they sent before that, so nothing of it counts if the
+    /// pause was long: they connect again, and repeat what they still want.
     fn wakes(&mut self, now: Duration, actions: &mut Vec<Action>) {
         const STALLED: Duration = Duration::from_millis(500);
         let pause = std::mem::replace(&mut self.checked_at, Instant::now()).elapsed();

@@ -4,7 +4,8 @@
 //! memory, holds the job between two versions, has them fetch what the others keep, hands its own state over, and
 //! replaces the record at the registry. That is the moment from which the new map is in force, and nothing can fail any
 //! more. Then every shard is told to switch, and clients hear of the new map from whichever shard they speak to. Until
-//! then the new partitions (`incoming`) are beside the old ones, and can be dropped. `docs/operate/network.md` has the story.
+//! then the new partitions (`incoming`) are beside the old ones, and can be dropped. `docs/operate/network.md` has the
+//! story.
 //!
 //! | module | holds |
 //! |---|---|

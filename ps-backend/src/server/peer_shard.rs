@@ -68,8 +68,8 @@ impl PeerShard {
     }
 }
 
-/// Asks shards, all at once, each on a thread of its own. The answers come over the channel, which ends with the last one.
-/// Nobody has to wait for them.
+/// Asks shards, all at once, each on a thread of its own. The answers come over the channel, which ends with the last
+/// one. Nobody has to wait for them.
 pub(super) fn ask_all(
     shared: &Arc<Shared>,
     peers: impl IntoIterator<Item = Arc<PeerShard>>,

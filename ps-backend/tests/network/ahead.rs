@@ -56,8 +56,8 @@ pub fn sees(client: &Job, contributor: &Contributor, version: u64, value: f32) {
     is_all(&weights, value);
 }
 
-/// Waits until the shard has what is sent before the commit, if contributions of so many bytes are whole. A client sends
-/// four blocks together, so up to three are left for the commit.
+/// Waits until the shard has what is sent before the commit, if contributions of so many bytes are whole. A client
+/// sends four blocks together, so up to three are left for the commit.
 #[track_caller]
 pub fn wait_for_pushed(world: &World, bytes: u64) {
     let bytes = bytes - 3 * u64::from(BLOCK);

@@ -1,4 +1,5 @@
-//! Several learners of a synchronous job write at the same time, and the blocks of all of them go to the shards at once.
+//! Several learners of a synchronous job write at the same time, and the blocks of all of them go to the shards at
+//! once.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};

@@ -1,7 +1,8 @@
 //! Whether the files of one type call each other's methods in circles.
 //!
-//! In an `impl` of a type, `self.name(…)` calls the method of that name, if the type has one. So no types of expressions
-//! are needed. Calls that go from part to part, or through a local variable, are not seen.
+//! In an `impl` of a type, `self.name(…)` calls the method of that name, if the type has one. So no types of
+//! expressions are needed. Calls that go from part to part, through a local variable or by `Self::name(…)` are not
+//! seen, nor are those within macros.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 

@@ -78,9 +78,7 @@ impl Crate {
                     self.take(repository, (inner, file.clone(), is_private), &inner_below, items)?;
                 }
                 None => {
-                    let beside = below.join(format!("{name}.rs"));
-                    let inside = inner_below.join("mod.rs");
-                    let found = if repository.join(&beside).exists() { beside } else { inside };
+                    let found = below.join(format!("{name}.rs"));
                     let items = items_of(&repository.join(&found))?;
                     self.take(repository, (inner, found, is_private), &inner_below, items)?;
                 }

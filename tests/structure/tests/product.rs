@@ -25,7 +25,8 @@ const OF_MANY_FIELDS: [(&str, &str, usize, Why); 5] = [
     ("JobState", "libmodelio/src/wire/message.rs", 20, Why::Message),
 ];
 
-/// Types with methods in files that are neither theirs nor private children of theirs, and in how many. First the crate.
+/// Types with methods in files that are neither theirs nor private children of theirs, and in how many. First the
+/// crate.
 const METHODS_ELSEWHERE: [(&str, &str, usize, Why); 9] = [
     ("modelio-base", "Handle", 2, Why::OnePart),
     ("modelio-base", "Backend", 1, Why::OnePart),
@@ -38,9 +39,10 @@ const METHODS_ELSEWHERE: [(&str, &str, usize, Why); 9] = [
     ("modelio-base", "Step", 1, Why::SameName),
 ];
 
-/// Types whose files call each other's methods in circles, and the files of each circle. The numbers may only fall.
-const CALLS_IN_CIRCLES: [(&str, &[usize], Why); 2] =
-    [("Contributor", &[5], Why::Recursion), ("Shared", &[5, 4], Why::Recursion)];
+/// Types whose files call each other's methods in circles, and the files of each circle. First the crate. The
+/// numbers may only fall.
+const CALLS_IN_CIRCLES: [(&str, &str, &[usize], Why); 2] =
+    [("libmodelio", "Contributor", &[5], Why::Recursion), ("libmodelio", "Shared", &[5, 4], Why::Recursion)];
 
 /// Why a rule is not kept.
 #[derive(Clone, Copy, Debug)]
@@ -84,7 +86,6 @@ fn no_struct_has_more_than_fifteen_fields(crates: &Crates) {
 fn methods_stand_with_their_type(crates: &Crates) {
     let listed: BTreeMap<_, _> =
         METHODS_ELSEWHERE.iter().map(|&(of, name, files, _)| ((of, name.to_owned()), files)).collect();
-    let crate_of = |root: &'static str| root.split('/').next().expect("the folder of a crate");
     let of_crate = |(root, of): &(&'static str, Crate)| {
         let of_crate = crate_of(root);
         impls::elsewhere(of)
@@ -94,6 +95,10 @@ fn methods_stand_with_their_type(crates: &Crates) {
     };
     let found: BTreeMap<_, _> = crates.iter().flat_map(of_crate).collect();
     same(&found, &listed, "files with methods elsewhere");
+}
+
+fn crate_of(root: &'static str) -> &'static str {
+    root.split('/').next().expect("the folder of a crate")
 }
 
 fn no_files_import_each_other_in_a_circle(crates: &Crates) {
@@ -106,11 +111,16 @@ fn no_files_import_each_other_in_a_circle(crates: &Crates) {
 }
 
 fn no_files_of_a_type_call_each_other_in_a_circle(crates: &Crates) {
-    let listed: BTreeMap<_, _> =
-        CALLS_IN_CIRCLES.iter().map(|&(name, files, _)| (name.to_owned(), files.to_vec())).collect();
+    let listed: BTreeMap<_, _> = CALLS_IN_CIRCLES
+        .iter()
+        .map(|&(of, name, files, _)| ((of, name.to_owned()), files.to_vec()))
+        .collect();
     let sizes = |circles: Vec<BTreeSet<String>>| circles.iter().map(BTreeSet::len).collect::<Vec<_>>();
-    let of_crate = |(_, of): &(&'static str, Crate)| calls::in_circles(of).into_iter().collect::<Vec<_>>();
-    let found = crates.iter().flat_map(of_crate).map(|(name, circles)| (name, sizes(circles))).collect();
+    let of_crate = |(root, of): &(&'static str, Crate)| {
+        let of_type = |(name, circles)| ((crate_of(root), name), sizes(circles));
+        calls::in_circles(of).into_iter().map(of_type).collect::<Vec<_>>()
+    };
+    let found: BTreeMap<_, _> = crates.iter().flat_map(of_crate).collect();
     same(&found, &listed, "files whose methods call each other in circles");
 }
 

@@ -33,8 +33,8 @@ impl Calls {
         };
         let Some(users) = &open.users else { return done(Ok(())) };
         users.note_closer(by);
-        // Where descriptors cannot be seen, a file that was truncated alone may still be written: a shell's `>` closes it
-        // first. The close of another process says nothing then.
+        // Where descriptors cannot be seen, a file that was truncated alone may still be written: a shell's `>` closes
+        // it first. The close of another process says nothing then.
         let seen = || self.files.has_duplicate(fh, open.ino, &users.owners(by));
         let has_duplicate =
             |closer| seen().unwrap_or_else(|| closer == Closer::Other || !open.file.is_written());

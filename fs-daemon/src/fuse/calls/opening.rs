@@ -28,8 +28,8 @@ pub struct Opened {
 }
 
 impl Calls {
-    /// Opens an inode with open(2)'s `flags`, for thread `tid`. Waits, through `done`, for the version that it must show,
-    /// the one with the learner's last step for example, at most `control/timeout`.
+    /// Opens an inode with open(2)'s `flags`, for thread `tid`. Waits, through `done`, for the version that it must
+    /// show, the one with the learner's last step for example, at most `control/timeout`.
     pub fn open(self: &Arc<Self>, ino: u64, flags: i32, tid: u32, done: Done<Opened>) {
         let mut request = match self.fs.open_request(ino, flags) {
             Ok(request) => request,
@@ -161,8 +161,8 @@ impl Calls {
     }
 }
 
-/// Refuses the open of a version if programs hold as many others as they may. Users read their own learners' files at any
-/// time: whoever only reads stops no training.
+/// Refuses the open of a version if programs hold as many others as they may. Users read their own learners' files at
+/// any time: whoever only reads stops no training.
 fn refuse_reader(request: &OpenRequest, tid: u32) -> CallResult<()> {
     let Some(((tree, _), version)) = request.file().zip(request.holds()) else { return Ok(()) };
     let refused = tree.model.refuse_reader(version);

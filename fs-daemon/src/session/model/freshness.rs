@@ -17,8 +17,9 @@ use crate::session::explained::explained;
 const SHOWN_SOON: Duration = Duration::from_millis(250);
 
 impl Model {
-    /// Wraps the answer to a commit of `learner`. If its version is on its way here already, and small, a success is told
-    /// when that is shown. Otherwise the program's next open would have to be sent back for it, which takes longer.
+    /// Wraps the answer to a commit of `learner`. If its version is on its way here already, and small, a success is
+    /// told when that is shown. Otherwise the program's next open would have to be sent back for it, which takes
+    /// longer.
     pub fn done_with_version(self: &Arc<Self>, learner: LearnerId, done: Done<()>) -> Done<()> {
         let model = Arc::clone(self);
         Box::new(move |outcome| match outcome {
@@ -30,8 +31,8 @@ impl Model {
         })
     }
 
-    /// Waits for a version that an open as `learner`, or as none, must show, at most [`Self::timeout`]. `done` gets that
-    /// version, or a newer one.
+    /// Waits for a version that an open as `learner`, or as none, must show, at most [`Self::timeout`]. `done` gets
+    /// that version, or a newer one.
     pub fn await_fresh(self: &Arc<Self>, learner: Option<LearnerId>, done: Done<Version>) {
         let model = Arc::clone(self);
         let answer = move |result: Result<Version, ShardError>| {

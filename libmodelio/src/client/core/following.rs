@@ -1,9 +1,9 @@
 //! The blocks of a version that is still being made. Shards send them as they are computed (iRDMA, section IV-B: pushes
 //! and pulls overlap).
 //!
-//! The client follows the plan that it sends blocks for, or the plan under way of which the coordinator has told it. What
-//! comes counts once the state names that plan as the one that has made the version. If the plan makes none, what has
-//! come is void, and the version is pulled as any other.
+//! The client follows the plan that it sends blocks for, or the plan under way of which the coordinator has told it.
+//! What comes counts once the state names that plan as the one that has made the version. If the plan makes none, what
+//! has come is void, and the version is pulled as any other.
 
 use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_map::PartitionIndex;
@@ -21,7 +21,8 @@ impl ClientCore {
         }
     }
 
-    /// The state says whether the plan that the client follows has made a version. If it has not, what has come is void.
+    /// The state says whether the plan that the client follows has made a version. If it has not, what has come is
+    /// void.
     pub(super) fn decide_followed(&mut self, is_anew: bool, now: Now, actions: &mut Vec<Action>) {
         let Some(pull) = self.pull.as_mut().filter(|pull| !pull.decided) else { return };
         let Some(plan) = pull.follows else { return };

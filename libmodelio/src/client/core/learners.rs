@@ -141,9 +141,9 @@ impl Learner {
 }
 
 impl ClientCore {
-    /// Whether staged blocks of `learner` may still be on their way for a plan that was dropped. The caller must not write
-    /// that memory again. The second call returns false. In one process it is always false: whoever reads staged memory asks
-    /// afterwards whether the plan is still under way.
+    /// Whether staged blocks of `learner` may still be on their way for a plan that was dropped. The caller must not
+    /// write that memory again. The second call returns false. In one process it is always false: whoever reads staged
+    /// memory asks afterwards whether the plan is still under way.
     pub fn take_strays(&mut self, learner: LearnerId) -> bool {
         let Some(known) = self.learners.get_mut(&learner) else { return false };
         (known.sends_for.take().is_some() | std::mem::take(&mut known.strays)) && !self.way.is_in_place()

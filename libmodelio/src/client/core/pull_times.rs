@@ -1,10 +1,12 @@
 //! When to pull the next version, so that the pull ends just before a program opens it (iRDMA, section IV-B).
 //!
 //! A pull that begins as soon as a version is out ends long before the program opens it, and newer versions come out
-//! meanwhile. This module learns how much time passes between two opens, and how long a pull takes. It predicts the next
-//! open from these moving averages, and says when to begin. The time from the end of a pull to the open is the *bubble*.
+//! meanwhile. This module learns how much time passes between two opens, and how long a pull takes. It predicts the
+//! next open from these moving averages, and says when to begin. The time from the end of a pull to the open is the
+//! *bubble*.
 //!
-//! A prediction may be wrong, and programs that nobody predicts read, too. So a newer version is put off for a bounded time.
+//! A prediction may be wrong, and programs that nobody predicts read, too. So a newer version is put off for a bounded
+//! time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -121,8 +123,8 @@ impl PullTimes {
         self.policy
     }
 
-    /// A program opens the version that is shown. `mark` says how far it is, its step for example: while it is the same,
-    /// further opens belong to the first one.
+    /// A program opens the version that is shown. `mark` says how far it is, its step for example: while it is the
+    /// same, further opens belong to the first one.
     pub(super) fn opened(&mut self, opener: Opener, mark: u64, now: Now) {
         if let Some(ended) = self.ended.take() {
             Average::add(&mut self.bubble, now.saturating_sub(ended));
@@ -140,8 +142,8 @@ impl PullTimes {
         (opens.last, opens.mark) = (now, mark);
     }
 
-    /// A learner has left, or its program has ended. Its last version may be the last one, so nothing is predicted before
-    /// others have opened again.
+    /// A learner has left, or its program has ended. Its last version may be the last one, so nothing is predicted
+    /// before others have opened again.
     pub(super) fn begin_anew(&mut self) {
         self.openers.clear();
     }
@@ -182,7 +184,8 @@ impl PullTimes {
         self.pulls += 1;
     }
 
-    /// Forgets openers that have not opened anything for long, and those that opened later than now: the clock has jumped.
+    /// Forgets openers that have not opened anything for long, and those that opened later than now: the clock has
+    /// jumped.
     pub(super) fn forget_gone(&mut self, now: Now) {
         self.openers.retain(|_, opens| opens.last <= now && now < opens.gone_at());
     }
@@ -497,8 +500,9 @@ mod tests {
         assert!(times.report().interval.unwrap().abs_diff(SECOND) < SECOND / 100);
     }
 
-    /// The mean age of the version that a learner opens, in shares of its compute time, if a new version comes out 20 times
-    /// in that, and a pull takes a tenth of it. Compute times jitter by 20%, and drift from one second to two and back.
+    /// The mean age of the version that a learner opens, in shares of its compute time, if a new version comes out 20
+    /// times in that, and a pull takes a tenth of it. Compute times jitter by 20%, and drift from one second to two and
+    /// back.
     fn staleness(seed: u64, is_adaptive: bool) -> f64 {
         const PULL: f64 = 0.1;
         let mut rng = Rng::with_seed(seed);

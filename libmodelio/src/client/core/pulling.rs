@@ -83,8 +83,8 @@ impl Receiving {
 }
 
 impl ClientCore {
-    /// Begins to pull the newest version, unless it is shown or being pulled, or is here already. If it is shown, and a plan
-    /// that the client can follow makes the next one, begins to pull that.
+    /// Begins to pull the newest version, unless it is shown or being pulled, or is here already. If it is shown, and a
+    /// plan that the client can follow makes the next one, begins to pull that.
     pub(super) fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
         if self.can_follow() && self.is_wanted_ahead(now) {
             self.follow(now, actions);
@@ -142,7 +142,8 @@ impl ClientCore {
         self.weights.can_show(token);
     }
 
-    /// The new weights that the newest version consists of, byte for byte, if their memory is still here and can be shown.
+    /// The new weights that the newest version consists of, byte for byte, if their memory is still here and can be
+    /// shown.
     fn own_weights(&self) -> Option<u64> {
         let token = self.state.own_weights.filter(|token| self.weights.is_showable(*token))?;
         let is_whole = self.weights.published(token)?.count_ones(..) == self.owners.blocks();

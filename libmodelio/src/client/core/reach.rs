@@ -9,8 +9,8 @@ use crate::vocabulary::phase::AWAY;
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::Message;
 
-/// The token of no new weights. Who takes these back asks for nothing but an answer, which comes behind the settings that
-/// were in force by then.
+/// The token of no new weights. Who takes these back asks for nothing but an answer, which comes behind the settings
+/// that were in force by then.
 pub const NO_TOKEN: u64 = u64::MAX;
 
 /// How reasons of [`ShardError::TimedOut`] begin that name a shard which is out of reach.
@@ -87,8 +87,8 @@ impl ClientCore {
         }
     }
 
-    /// Why this request fails at once. A learner that is to leave does so when the coordinator is back, and what is taken
-    /// back is so then.
+    /// Why this request fails at once. A learner that is to leave does so when the coordinator is back, and what is
+    /// taken back is so then.
     pub(super) fn refuses(&self, token: Token, message: &Message, now: Now) -> Option<ShardError> {
         let is_beside =
             token == Token::MAX || matches!(message, Message::Leave { .. } | Message::Abort { .. });

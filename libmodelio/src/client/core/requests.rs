@@ -439,8 +439,8 @@ impl ClientCore {
         }
     }
 
-    /// A contribution of `learner` is taken back. The coordinator hears of it, however long it is away: a commit that it
-    /// takes before then finds no payload here.
+    /// A contribution of `learner` is taken back. The coordinator hears of it, however long it is away: a commit that
+    /// it takes before then finds no payload here.
     fn takes_back(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
         // The later one says the same.
         let is_earlier = |request: &Request| {
@@ -461,8 +461,8 @@ impl ClientCore {
         }
     }
 
-    /// Nobody waits for this request any more. Its outcome is open. What must reach the coordinator is repeated until it
-    /// answers.
+    /// Nobody waits for this request any more. Its outcome is open. What must reach the coordinator is repeated until
+    /// it answers.
     pub(super) fn give_up(&mut self, id: u64, why: ShardError, actions: &mut Vec<Action>) {
         if let Some(request) = self.requests.get_mut(id)
             && matches!(request.message, Message::Abort { .. })

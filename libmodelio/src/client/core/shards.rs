@@ -1,4 +1,4 @@
-//! What comes from shards, and what does not.
+//! Connections to shards, their messages, and the repetition of what is lost.
 
 use super::{Action, ClientCore, Now, Outgoing, Pull, REPEAT_AFTER, RETRY};
 use crate::vocabulary::block_map::PartitionIndex;

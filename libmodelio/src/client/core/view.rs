@@ -85,8 +85,8 @@ impl ClientCore {
         Some(state.published_in).filter(|version| is_published && *version <= self.version())
     }
 
-    /// Where the last commit of `learner` is. If the job's settings are that learners do not wait for their own steps, it
-    /// is as if there was none.
+    /// Where the last commit of `learner` is. If the job's settings are that learners do not wait for their own steps,
+    /// it is as if there was none.
     pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
         let known = self.learners.get(&learner).filter(|_| self.state.controls.reads_own_step());
         let Some(Learner { state, .. }) = known else { return LastCommit::In(Version(0)) };
@@ -134,8 +134,8 @@ impl ClientCore {
         }
     }
 
-    /// The version that an open as `learner`, or as none, must show beside the learner's own step: the newest one that is
-    /// known if versions are pulled on demand, or if nobody pulls in time for a program that is no learner.
+    /// The version that an open as `learner`, or as none, must show beside the learner's own step: the newest one that
+    /// is known if versions are pulled on demand, or if nobody pulls in time for a program that is no learner.
     pub(super) fn must_show(&self, learner: Option<LearnerId>) -> Option<Version> {
         let must = match self.pull_policy() {
             PullPolicy::Eager => false,

@@ -11,7 +11,8 @@ const BEING_MADE: &str = "the contribution is taken, but its version is still be
 const OTHERS_MISSING: &str = "other learners have not contributed to this step";
 /// A reason of [`ShardError::TimedOut`]: the version has been published, and its bytes are not here.
 pub const NOT_HERE: &str = "the newest version has not come";
-/// A reason of [`ShardError::TimedOut`]: the version has been published, and programs hold all that the client may show.
+/// A reason of [`ShardError::TimedOut`]: the version has been published, and programs hold all that the client may
+/// show.
 pub const BUFFERS_HELD: &str =
     "every version buffer of this mount is held open (close old handles or raise control/max_versions)";
 
@@ -125,8 +126,8 @@ impl ClientCore {
         }
     }
 
-    /// There is no memory for the version that is to be pulled, for this reason. Those that wait for a version which exists
-    /// are told so soon. True if the log should say it.
+    /// There is no memory for the version that is to be pulled, for this reason. Those that wait for a version which
+    /// exists are told so soon. True if the log should say it.
     pub fn lacks_memory(&mut self, why: String, now: Now) -> bool {
         self.waits.lack_memory(why, now)
     }

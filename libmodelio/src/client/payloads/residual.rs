@@ -2,9 +2,9 @@
 //!
 //! A block has two residuals. The *current* one is what plans that count have left. The *pending* one is what is left
 //! if the plan under way counts. A block that is sent again within a plan is made from the current one again, so it has
-//! the same bytes. The next grant says which plan of the client's was the last to count: if it is the one before, pending
-//! residuals become current, else they are forgotten. So what a form loses is sent once, however often plans are
-//! dropped.
+//! the same bytes. The next grant says which plan of the client's was the last to count: if it is the one before,
+//! pending residuals become current, else they are forgotten. So what a form loses is sent once, however often plans
+//! are dropped.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -86,9 +86,9 @@ impl Residuals {
     }
 
     /// Codes the sum of `parts`, each a whole block, and of what the block has lost before. With `check`, the parts are
-    /// searched for NaN and Inf. The last part counts for elements that cannot be reduced. `written` has the ranges of each
-    /// part that were written, if not all were: of a tensor that nobody has written the shard takes nothing, so its
-    /// elements are sent as zeros, and keep what they have lost.
+    /// searched for NaN and Inf. The last part counts for elements that cannot be reduced. `written` has the ranges of
+    /// each part that were written, if not all were: of a tensor that nobody has written the shard takes nothing, so
+    /// its elements are sent as zeros, and keep what they have lost.
     ///
     /// # Errors
     /// [`NotCoded`].

@@ -71,8 +71,9 @@ impl Shared {
     }
 
     /// The next request for blocks and how many it asks for, or else the next block to push to a shard. There is no
-    /// request if the connection already waits for `due` blocks and that is enough. A request is short and its blocks come
-    /// the other way, so it does not wait for pushes. `followed` is the plan that was last followed over the connection.
+    /// request if the connection already waits for `due` blocks and that is enough. A request is short and its blocks
+    /// come the other way, so it does not wait for pushes. `followed` is the plan that was last followed over the
+    /// connection.
     pub(in crate::client) fn next_sent(
         &self,
         route: &Route,

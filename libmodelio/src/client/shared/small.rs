@@ -1,5 +1,5 @@
-//! Small models: a contribution goes with its commit, and a version comes with the state that announces it. So a step is
-//! one message each way.
+//! Small models: a contribution goes with its commit, and a version comes with the state that announces it. So a step
+//! is one message each way.
 //!
 //! This module holds `unsafe`: it reads staged blocks, and writes the back buffer.
 

@@ -17,7 +17,8 @@ use crate::wire::{self, Message, Payload};
 const MAX_QUEUED: usize = 1 << 16;
 /// The most bytes of payload that may wait before the peer's next frame is read.
 const MAX_QUEUED_BYTES: usize = 32 << 20;
-/// A payload of at most so many bytes may be sent by the thread that has it: copying takes less than waking another one.
+/// A payload of at most so many bytes may be sent by the thread that has it: copying takes less than waking another
+/// one.
 const MAX_SENT_HERE: usize = wire::MAX_SMALL_MODEL as usize;
 
 /// An outgoing message.
@@ -76,8 +77,9 @@ impl Link {
         self.wake();
     }
 
-    /// Sends a message without a payload, or with a short one. If the serving thread sleeps and has nothing to send, this thread hands the
-    /// message to the kernel: to wake the other one for that takes as long, and what it does comes on top.
+    /// Sends a message without a payload, or with a short one. If the serving thread sleeps and has nothing to send,
+    /// this thread hands the message to the kernel: to wake the other one for that takes as long, and what it does
+    /// comes on top.
     ///
     /// For messages to one peer or to a few, because the caller may hold a lock. A thread that serves many peers sends
     /// with fewer system calls.

@@ -20,8 +20,8 @@ pub trait Recipient: Send + Sync {
     /// Takes a message of another end. No lock is held.
     fn receive(self: Arc<Self>, from: MailboxEnd, mail: Mail);
 
-    /// Gives callers the answers that have come. This is called when the mailbox is empty, so that their next request is
-    /// delivered at once, or after [`ANSWERS_AFTER`] messages.
+    /// Gives callers the answers that have come. This is called when the mailbox is empty, so that their next request
+    /// is delivered at once, or after [`ANSWERS_AFTER`] messages.
     fn answer_callers(&self) {}
 }
 

@@ -42,8 +42,8 @@ pub(super) const E5M2: Format =
 pub(super) const NAN: u32 = 0x7f;
 
 impl Format {
-    /// The number to add to a magnitude, besides the lowest bit that is kept, before the lower bits are cut off. So it is
-    /// rounded.
+    /// The number to add to a magnitude, besides the lowest bit that is kept, before the lower bits are cut off. So it
+    /// is rounded.
     #[inline(always)]
     pub(super) const fn round(self, shift: u32) -> u32 {
         ((1 << (shift - 1)) - 1_u32).wrapping_sub(self.bias)

@@ -27,8 +27,8 @@ const EVENTS: usize = 256;
 /// sender copies as much as a Unix socket holds. To be woken costs both of them more than that.
 const POLLING: Duration = Duration::from_micros(30);
 
-/// How many threads wait for the rest of a payload from this host. One alone polls. Where there are more, they and their
-/// senders have better uses for the CPUs.
+/// How many threads wait for the rest of a payload from this host. One alone polls. Where there are more, they and
+/// their senders have better uses for the CPUs.
 static AMID_PAYLOADS: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether the sender can run while a thread polls.

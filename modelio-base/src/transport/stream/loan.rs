@@ -1,7 +1,7 @@
 //! Payload that is lent to a connection where it lies: memory that it receives into, and memory that it sends from.
 //!
-//! This module holds `unsafe`, because others see that memory, too. [`Target::new`] and [`LentPayload::new`] say what their
-//! callers promise.
+//! This module holds `unsafe`, because others see that memory, too. [`Target::new`] and [`LentPayload::new`] say what
+//! their callers promise.
 
 use std::any::Any;
 use std::fmt;
@@ -111,8 +111,8 @@ impl LentPayload {
     /// `bytes`, which stay there as long as `guard` lives. `crc` is their CRC32C. `None` sends them without one.
     ///
     /// # Safety
-    /// Nobody writes them until the piece is dropped, unless the peer can take a mixture. The connection drops the piece when the kernel has the bytes,
-    /// or when the connection ends.
+    /// Nobody writes them until the piece is dropped, unless the peer can take a mixture. The connection drops the
+    /// piece when the kernel has the bytes, or when the connection ends.
     pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> LentPayload {
         LentPayload { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
     }

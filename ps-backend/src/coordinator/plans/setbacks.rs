@@ -1,5 +1,5 @@
-//! Work that cannot go on: payloads that are refused, withheld, torn or taken back, clients that are lost, and jobs that
-//! fail.
+//! Work that cannot go on: payloads that are refused, withheld, torn or taken back, clients that are lost, and jobs
+//! that fail.
 
 use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};

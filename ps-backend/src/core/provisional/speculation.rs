@@ -133,8 +133,8 @@ impl JobCore {
         matches!(phase, Some(Phase::Open { step: open, .. }) if *open == step)
     }
 
-    /// Drops the provisional plan that has blocks of `learner`, unless they are committed. The other contributions are sent
-    /// again.
+    /// Drops the provisional plan that has blocks of `learner`, unless they are committed. The other contributions are
+    /// sent again.
     pub fn drop_provisional(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
         if self.writes_provisionally(learner) && self.end_provisional() {
             // Another contribution takes its place.

@@ -22,9 +22,9 @@ impl PartitionCore {
         self.readers.coordinated_anew(over, self.concluded);
     }
 
-    /// Starts a plan. A repeated start is answered again. If another connection has started a plan that is ready
-    /// here, it is replaced only if the coordinator `insists`. A coordinator that has been asking for so long cannot
-    /// know of the ready plan. A plan that was dropped, or that another one has replaced, is not started a second time: its
+    /// Starts a plan. A repeated start is answered again. If another connection has started a plan that is ready here,
+    /// it is replaced only if the coordinator `insists`. A coordinator that has been asking for so long cannot know of
+    /// the ready plan. A plan that was dropped, or that another one has replaced, is not started a second time: its
     /// coordinator must drop it.
     ///
     /// # Errors

@@ -176,9 +176,9 @@ impl PartitionJob {
         Ok(Some(Target { job: Arc::clone(self), block }))
     }
 
-    /// Adds payloads to the open sum of `block`, in their order, or stores the first one if it is empty. Bytes that are not
-    /// reduced are kept only with `assign`. Returns the index of a payload that is not finite, if that matters. Then the
-    /// sum is void, and with it the plan if it held something before.
+    /// Adds payloads to the open sum of `block`, in their order, or stores the first one if it is empty. Bytes that are
+    /// not reduced are kept only with `assign`. Returns the index of a payload that is not finite, if that matters.
+    /// Then the sum is void, and with it the plan if it held something before.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::Claimed`],
@@ -248,10 +248,10 @@ impl PartitionJob {
         sealed.into_iter().chain(open).collect()
     }
 
-    /// Computes `block` of the next version from the sealed sum, the open sum and these payloads, in their order and in one
-    /// pass. Without any of them the block is carried over, or decays, as the reducer requires. A job that measures adds
-    /// them up instead, and measures the sum. Returns the index of a payload that is not finite, if that matters. Then the
-    /// block is not computed. An Inf that results from adding up is nobody's fault.
+    /// Computes `block` of the next version from the sealed sum, the open sum and these payloads, in their order and in
+    /// one pass. Without any of them the block is carried over, or decays, as the reducer requires. A job that measures
+    /// adds them up instead, and measures the sum. Returns the index of a payload that is not finite, if that matters.
+    /// Then the block is not computed. An Inf that results from adding up is nobody's fault.
     ///
     /// # Errors
     /// [`PartitionError::AddsOnly`], and the errors of [`Self::add_all`].
@@ -436,8 +436,8 @@ impl Target {
         unsafe { self.job.open(self.block).room(&self.job.layout, self.block) }
     }
 
-    /// The payload has come, and is part of the sum. With `assign`, only the `written` ranges of it count. Returns whether
-    /// it is finite, or true if that does not matter. If this is not called, nothing has come.
+    /// The payload has come, and is part of the sum. With `assign`, only the `written` ranges of it count. Returns
+    /// whether it is finite, or true if that does not matter. If this is not called, nothing has come.
     pub fn complete(mut self, written: Option<&[Range<u32>]>) -> bool {
         let (job, block) = (Arc::clone(&self.job), self.block);
         let finite = !job.check || Payload::Wide(self.bytes()).is_finite(&job.layout, block);

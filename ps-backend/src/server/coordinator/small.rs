@@ -1,4 +1,5 @@
-//! Small models: the blocks of a contribution come with its commit, and a version goes with the state that announces it.
+//! Small models: the blocks of a contribution come with its commit, and a version goes with the state that announces
+//! it.
 //!
 //! The coordinator's own partition has all blocks of the model. When a contribution is granted, its blocks go there at
 //! once, in place of the grant. If they are not taken, the client gets its grant after all, and sends them.

@@ -101,8 +101,8 @@ impl Partition {
 }
 
 impl Reservation {
-    /// Takes the kept payloads for a pass with this one. None if the pass would break the order of addition, because one of
-    /// them has gone.
+    /// Takes the kept payloads for a pass with this one. None if the pass would break the order of addition, because
+    /// one of them has gone.
     pub(super) fn take_kept(&mut self) -> Result<Option<Together>, PartitionError> {
         let Push { plan, block, .. } = self.push;
         let mut state = self.partition.state.lock();
