@@ -24,6 +24,9 @@ pub(super) struct KeptContribution {
     pub(super) left_at: Option<u64>,
     /// The program has taken the contribution back: the client sends nothing of it from then on.
     pub(super) is_taken_back: bool,
+    /// The plan for which its blocks may still be on their way, though the client sends no more of them. The plan may
+    /// count, so they stay as they are until it is over.
+    pub(super) strays_of: Option<PlanId>,
 }
 
 impl KeptContribution {
@@ -51,8 +54,10 @@ impl ClientCore {
     /// Releases the payload of learners that have left, once no version needs it. If the coordinator still grants it,
     /// the client answers `SourceGone`.
     pub(super) fn release_left(&mut self, actions: &mut Vec<Action>) {
-        let is_left = |&(learner, step): &(LearnerId, Step)| {
+        let over = self.plans.over();
+        let is_left = |&(learner, step): &(LearnerId, Step), held: &KeptContribution| {
             !self.learners.contains_key(&learner)
+                && held.strays_of.is_none_or(|plan| plan <= over)
                 && !self.is_committing(learner, step)
                 && !self.sends(learner, step)
         };
@@ -64,7 +69,7 @@ impl ClientCore {
         let left: Vec<_> = self
             .held
             .iter()
-            .filter(|(key, held)| is_over(held) && is_left(key))
+            .filter(|(key, held)| is_over(held) && is_left(key, held))
             .map(|(&key, _)| key)
             .collect();
         for (learner, step) in left {
@@ -83,6 +88,16 @@ impl ClientCore {
         let newer = self.held.get(&(learner, step)).is_some_and(|held| held.request > request);
         if !newer && !self.is_committing(learner, step) {
             self.release(learner, step, actions);
+        }
+    }
+
+    /// Sends nothing more for the plan under way. What is on its way for it may be part of a version all the same.
+    pub(super) fn stop_sending(&mut self) {
+        let Some(outgoing) = self.outgoing.take() else { return };
+        for key in outgoing.contributions() {
+            if let Some(held) = self.held.get_mut(key) {
+                held.strays_of = Some(outgoing.plan);
+            }
         }
     }
 

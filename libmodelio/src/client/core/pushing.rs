@@ -52,7 +52,7 @@ impl Outgoing {
         self.open.as_ref().is_some_and(|open| open.iter().any(|key| key.0 == learner && key.1 >= step))
     }
 
-    fn contributions(&self) -> &[(LearnerId, Step)] {
+    pub(super) fn contributions(&self) -> &[(LearnerId, Step)] {
         match &self.payload {
             Granted::Contributions { of, .. } => of,
             Granted::Weights(_) | Granted::OpenWeights(_) => &[],
@@ -542,9 +542,9 @@ impl ClientCore {
         }
         self.plans.end(plan);
         if self.outgoing.take_if(|outgoing| outgoing.plan <= plan).is_some() {
-            self.release_left(actions);
             self.release_weights(actions);
         }
+        self.release_left(actions);
     }
 
     /// Whether the contribution to `step` holds `block`. True for all blocks of new weights.

@@ -180,6 +180,7 @@ impl ClientCore {
                     only_in_plan,
                     left_at: None,
                     is_taken_back: false,
+                    strays_of: None,
                 };
                 self.held.insert((*learner, *step), held);
             }
@@ -457,7 +458,7 @@ impl ClientCore {
         let steps: Vec<_> =
             self.held.range((learner, from)..=(learner, Step(u64::MAX))).map(|(key, _)| key.1).collect();
         if steps.into_iter().any(|step| self.sends(learner, step)) {
-            self.outgoing = None;
+            self.stop_sending();
         }
     }
 

@@ -3,6 +3,7 @@
 use super::*;
 use crate::client::core::Own;
 use crate::vocabulary::block_slot::BlockSlot;
+use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::partly::PartlyWritten;
 
 fn slot(step: u64, block: u32) -> BlockSlot {
@@ -446,4 +447,21 @@ fn blocks_of_a_new_contribution_join_no_plan_that_ends_with_the_one_before() {
     assert_eq!(next(&mut bench), Own::Announce);
     bench.provisional(2, 1);
     assert_eq!(next(&mut bench), Own::Send(PlanId(2)));
+}
+
+#[test]
+fn what_is_on_its_way_stays_until_its_plan_is_over_though_it_is_taken_back_and_its_learner_has_left() {
+    let mut bench = Bench::new();
+    bench.commit(3, 1);
+    bench.pass(2_000);
+    assert!(bench.said.iter().any(|said| matches!(said, Action::Answer(3, Err(_)))), "{:?}", bench.said);
+    bench.grant(1);
+    assert_eq!(bench.pushes(0).len() + bench.pushes(1).len(), 3);
+    bench.ask(4, Message::Abort { learner: L }, 10);
+    // The coordinator hears first that the learner leaves. So its commit counts.
+    bench.coordinator(0, Message::Left { learner: L, reason: LeaveReason::Asked });
+    let released = Action::Release(L, Step(1));
+    assert!(!bench.said.contains(&released), "a shard may still be reading: {:?}", bench.said);
+    bench.coordinator(0, Message::Over { plan: PlanId(1) });
+    assert!(bench.said.contains(&released), "{:?}", bench.said);
 }
