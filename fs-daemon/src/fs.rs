@@ -59,7 +59,7 @@ pub struct Fs {
     bypassed: Bypassed,
     one_trace: OnlyOne,
     status: StatusSource,
-    /// What is being written to settings.
+    /// Values of settings that programs are still writing.
     drafts: DraftRoom,
 }
 

@@ -80,7 +80,7 @@ const REPEAT_AFTER: Duration = Duration::from_millis(1000);
 /// A shard may not have a version yet that the coordinator has announced. The client asks it again after this pause.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// What the edge has to do.
+/// Work for the edge.
 #[derive(Debug, PartialEq)]
 pub enum Action {
     /// Send to the coordinator, under this request number.

@@ -1,4 +1,4 @@
-//! The job's state, for reading. Nothing here decides.
+//! The job's state, for reading, and what is refused in it. Nothing here changes it.
 use std::sync::Arc;
 
 use libmodelio::vocabulary::controls::Controls;

@@ -34,6 +34,7 @@ NOTE = (
     "writes in flight (libaio); sync, one (psync); the model's blocks are 256 KiB."
 )
 POLICIES = {"on-demand": ("#d55e00", ":"), "eager": ("#0072b2", "--"), "adaptive": ("#009e73", "-")}
+LANES = {"compute": "#999999", "push": "#d55e00", "pull": "#0072b2", "bubble": "#a6d8f5", "stall": "#cc3377"}
 METHODS = {"sync": "#0072b2", "sma": "#d55e00"}
 # Colours of many lines, which stay apart for colour-blind readers.
 LINES = ("#000000", "#999999", "#e69f00", "#f0e442", "#56b4e9", "#0072b2", "#003f63", "#d55e00", "#009e73", "#cc79a7")
@@ -77,6 +78,22 @@ def draw_network(series, path, note=NOTE, unit="GB/s"):
         style = {"color": colour, "marker": marker, "linestyle": line}
         panels.setdefault(title, (of, {}))[1][f"{name}, {way}"] = style, values
     return draw_sizes(panels, path, unit, note)
+
+
+def draw_timelines(panels, path, length, note):
+    """Writes `path`.svg and .png for {title: {lane: [(begin, end)]}}, in ms up to `length`; gives the paths."""
+    figure, all_axes = pyplot.subplots(len(panels), 1, figsize=(11, 2.1 * len(panels)), layout="constrained", sharex=True)
+    for axes, (title, lanes) in zip(all_axes, panels.items()):
+        for row, (lane, colour) in enumerate(LANES.items()):
+            bars = [(begin, end - begin) for begin, end in lanes[lane]]
+            # Edges tell bars that touch.
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6)
+        stalled = sum(end - begin for begin, end in lanes["stall"]) / length
+        axes.set_yticks(range(len(LANES)), list(LANES))
+        axes.set(ylim=(len(LANES) - 0.5, -0.5), xlim=(0, length))
+        _plain(axes, f"{title}: the learner waits for {stalled:.0%} of the time")
+    all_axes[-1].set_xlabel("time (ms)")
+    return _save(figure, path, note)
 
 
 def draw_accuracy(panels, path, reached, note):

@@ -287,6 +287,7 @@ def overlap(options):
     its share of `compute`, in fsync or close (`end`), and in open."""
     size, chunks, found = options.size, options.chunks, []
     way = {"written": Written, "fallocate": Fallocate}[options.way](options.learner, memoryview(bytes(size)))
+    print("ready", flush=True)
     for _ in range(WARM + options.steps):
         began = time.monotonic()
         way.begin()

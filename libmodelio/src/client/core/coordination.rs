@@ -1,4 +1,4 @@
-//! The connection to the coordinator, whether the job has one, and messages that have no answer.
+//! The connection to the coordinator, whether the job has one, and the messages that get no answer.
 
 use super::{Action, ClientCore, Now};
 use crate::vocabulary::phase::JobPhase;

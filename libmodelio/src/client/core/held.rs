@@ -91,7 +91,7 @@ impl ClientCore {
         }
     }
 
-    /// Sends nothing more for the plan under way. What is on its way for it may be part of a version all the same.
+    /// Sends nothing more for the plan under way. Blocks on their way to it may be part of a version all the same.
     pub(super) fn stop_sending(&mut self) {
         let Some(outgoing) = self.outgoing.take() else { return };
         for key in outgoing.contributions() {

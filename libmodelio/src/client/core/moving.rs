@@ -42,7 +42,7 @@ impl ClientCore {
         if let Some(plan) = self.outgoing.as_ref().map(|outgoing| outgoing.plan) {
             self.plan_over(plan, actions);
         }
-        // What was on its way to shards of the old map is of no plan any more.
+        // Blocks on their way to shards of the old map are part of no plan any more.
         self.held.values_mut().for_each(|held| held.strays_of = None);
         self.release_left(actions);
         self.pull = None;

@@ -1,4 +1,4 @@
-//! The requests that wait for a version, and their deadlines.
+//! The requests that wait for a version, their deadlines, and the version that ends them.
 
 use std::time::Duration;
 

@@ -1,9 +1,10 @@
 """Measures how long learners wait for the network, and how old the weights are that they read.
 
-  sync     computing, pushing and pulling of one to four learners, and how much of it overlaps (lib/bench/parts/overlap.py)
-  async    what follows here, by policy of pulling (control/pull)
-  publish  the time until another host has new weights
-  digits   the time until a classifier is trained (lib/bench/parts/digits.py); with --chart it is drawn: digits.svg and .png
+  sync       computing, pushing and pulling of one to four learners, and how much of it overlaps (lib/bench/parts/overlap.py)
+  async      what follows here, by policy of pulling (control/pull)
+  publish    the time until another host has new weights
+  digits     the time until a classifier is trained (lib/bench/parts/digits.py); with --chart it is drawn: digits.svg and .png
+  timelines  only a chart: what a learner and its mount do in a few steps, stall.svg and .png (lib/bench/parts/timelines.py)
 
 async: two hosts of network namespaces have links that are slow, so that the wire is the limit. One has the shard, and a
 trainer that makes a version every 40 ms. The other one has the learner that is measured. Consistency is async. The
@@ -33,11 +34,11 @@ from machine import MIB, Failed, require, say
 from netns import Cluster, Hosts, Link
 from report import Figure, times
 
-from bench.parts import digits, overlap
+from bench.parts import digits, overlap, timelines
 
-PARTS = ("sync", "async", "publish", "digits")
-USUAL = {True: ("sync", "async")}
-CHART = "draw digits.svg and .png there"
+PARTS = ("sync", "async", "publish", "digits", "timelines")
+USUAL = {True: ("sync", "async"), False: PARTS[:4]}
+CHART = "draw digits.svg and .png there, or stall.svg and .png with --only timelines"
 QUICK = "fewer cases, shorter turns, and only sync and async: below 45 s once it is built"
 # A block that is written in part travels as a whole.
 BLOCK, RATE = 64 << 10, 200e6
@@ -107,6 +108,11 @@ def publications(bench, gradfs):
     ]  # fmt: skip
 
 
+def check(parser, options):
+    if "timelines" in options.only and not options.chart:
+        parser.error("--only timelines is a chart: give --chart DIR")
+
+
 def run(bench):
     require(*(["sklearn"] if "digits" in bench.only else []), *(["matplotlib"] if bench.chart else []))
     gradfs, learner, figures = bench.gradfs(), None, []
@@ -125,4 +131,6 @@ def run(bench):
         figures += digits.figures(found)
         if bench.chart:
             digits.draw(found, bench.chart_path("digits"))
+    if "timelines" in bench.only:
+        timelines.draw(gradfs, bench.chart_path("stall"))
     return figures
