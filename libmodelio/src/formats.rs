@@ -1,4 +1,5 @@
 //! The file formats of others in which models are read and shown.
 
+pub mod named;
 pub mod npy;
 pub mod safetensors;

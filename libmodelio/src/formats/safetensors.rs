@@ -178,10 +178,22 @@ pub fn read_header(file: &File) -> Result<Header, ModelFileError> {
     }
     let mut json = vec![0; header_len as usize];
     file.read_exact_at(&mut json, PREFIX as u64)?;
-    let raw: RawHeader = serde_json::from_slice(&json)?;
+    parse_header(&json, Some(file_len))
+}
+
+/// Checks the JSON of a header: what stands behind the eight bytes of its length. Where the file's length is not known,
+/// it is what the tensors need.
+///
+/// # Errors
+/// [`ModelFileError`].
+pub fn parse_header(json: &[u8], file_len: Option<u64>) -> Result<Header, ModelFileError> {
+    let data_start = (PREFIX + json.len()) as u64;
+    let raw: RawHeader = serde_json::from_slice(json)?;
+    let needed = raw.tensors.iter().map(|(_, tensor)| tensor.data_offsets.1).max().unwrap_or_default();
+    let file_len = file_len.unwrap_or_else(|| data_start.saturating_add(needed));
     let tensors = checked(raw.tensors, data_start, file_len)?;
     // The reference implementation has the last word on its format.
-    serde_json::from_slice::<safetensors::tensor::Metadata>(&json)?;
+    serde_json::from_slice::<safetensors::tensor::Metadata>(json)?;
     Ok(Header { tensors, metadata: raw.metadata, data_start })
 }
 

@@ -21,8 +21,9 @@ mod pass;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use level::dispatch;
 #[doc(hidden)]
+pub use fp8::{f32_to_e4m3, f32_to_e5m2};
+use level::dispatch;
 pub use level::{Level, with_level};
 pub use line::{Lanes, Scalar};
 pub use op::{Op, Total};

@@ -58,13 +58,15 @@ pub(super) const E4M3_SCALE: f32 = 256.0;
 /// A code of E4M3 that was widened with its sign and shifted left by 7 has these bits of a binary16.
 pub(super) const E4M3_HALF: u16 = 0xbf80;
 
+/// The nearest number of E4M3.
 #[inline(always)]
-pub(super) fn f32_to_e4m3(value: f32) -> u8 {
+pub fn f32_to_e4m3(value: f32) -> u8 {
     narrow::<E4M3_SHIFT>(E4M3, value)
 }
 
+/// The nearest number of E5M2.
 #[inline(always)]
-pub(super) fn f32_to_e5m2(value: f32) -> u8 {
+pub fn f32_to_e5m2(value: f32) -> u8 {
     narrow::<E5M2_SHIFT>(E5M2, value)
 }
 
