@@ -57,7 +57,7 @@ def test_learners_belong_to_whoever_made_them(mounted):
     assert as_user(TRAIN, mount.model, "one", groups=[OTHER]) == 0
     place = mount.place("one")
     for path in (place, *place.iterdir()):
-        assert (path.stat().st_uid, path.stat().st_gid) == (NOBODY, NOBODY), path
+        assert (path.lstat().st_uid, path.lstat().st_gid) == (NOBODY, NOBODY), path
     assert (mount.model.stat().st_uid, mount.model.stat().st_gid) == (0, OTHER)
     write = "os.open(path + '/learners/one/gradients', os.O_WRONLY)"
     assert as_user(write, mount.model, user=OTHER, group=OTHER) == errno.EACCES

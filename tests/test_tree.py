@@ -33,7 +33,8 @@ def test_a_model_is_a_directory(start_mount):
     mount = start_mount(size=400_012, reducer="sum", retain=1)
     assert sorted(os.listdir(mount.root)) == ["README", "model"]
     modes = {
-        "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "publish": 0o600, "device": 0o600,
+        "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "publish": 0o600, "hf": 0o755,
+        "gradients.safetensors": 0o600, "publish.safetensors": 0o600, "device": 0o600,
         "version": 0o444, "layout": 0o444, "status.json": 0o444, "error": 0o444, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "control": 0o755,
         "snapshot": 0o400,
     }  # fmt: skip
@@ -60,7 +61,7 @@ def test_a_model_is_a_directory(start_mount):
 
 
 def test_the_tree_is_fixed(start_mount, tmp_path):
-    """Nothing can be made, removed, moved or given to others, and what is read-only is so for root, too."""
+    """Nothing can be made, removed, moved or given to others, but what is renamed onto files that take tensors by name."""
     mount = start_mount(size="256KiB", reducer="sum")
     model, learner = mount.model, mount.join("a")
     folders = [model / name for name in ("", "control", "tensors", "versions", "versions/0", "learners", "learners/a")]
@@ -216,7 +217,7 @@ def test_retained_versions(start_mount):
         assert sorted(set(shown) - ({"0"} if version > 2 else set())) == kept
         for name in kept:
             folder = mount.model / "versions" / name
-            assert sorted(os.listdir(folder)) == ["tensors", "version", "weights", "weights.safetensors"]
+            assert sorted(os.listdir(folder)) == ["hf", "tensors", "version", "weights", "weights.safetensors"]
             assert (folder / "version").read_text() == f"{name}\n"
             assert (array(folder / "weights") == int(name)).all()
             assert (np.load(folder / "tensors" / "weights.npy") == int(name)).all()
@@ -400,7 +401,7 @@ def test_statfs_counts_version_buffers(start_mount):
     assert os.statvfs(mount.root).f_ffree < before.f_ffree
     mount.control("max_learners", 8)
     few = os.statvfs(mount.root)
-    assert few.f_ffree == 7 * (before.f_ffree // 4096) and few.f_files < before.f_files, "of eight learners, one has joined"
+    assert few.f_ffree == 6 * (before.f_ffree // 4095) and few.f_files < before.f_files, "of eight learners, two have joined"
 
 
 def test_status_tells_what_the_job_does(start_mount):

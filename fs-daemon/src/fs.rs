@@ -16,6 +16,8 @@ mod names;
 mod open;
 mod open_file;
 mod paths;
+mod renaming;
+mod temporary;
 mod tensors_name;
 mod text_file;
 
@@ -35,6 +37,7 @@ pub use open_file::OpenFile;
 use draft::DraftRoom;
 use looked_up::{Bypassed, Fate, LookedUpNames};
 use model_tree::{Kernel, ModelTree};
+use names::HF_WEIGHTS;
 use node::{File, MAX_MODELS, MapsTo, Node};
 use text::MountStatus;
 
@@ -144,7 +147,11 @@ impl Fs {
     /// Whether the name in `parent` that led to this inode leads to it for good.
     pub fn is_fixed(&self, parent: u64, ino: u64) -> bool {
         match (Node::from_ino(parent), Node::from_ino(ino)) {
-            (_, Some(Node::Model(_, File::Learner(_) | File::Publish(_))) | None) => false,
+            (_, Some(Node::Model(_, File::Learner(_) | File::Publish(_) | File::Temporary(_))) | None) => {
+                false
+            }
+            // A rename puts another inode in their place.
+            (_, Some(Node::Model(_, file))) if file.is_named() => false,
             // The name leads to the inode that maps to the page cache.
             (_, Some(Node::Model(_, file))) if file.maps() == Some(MapsTo::Memory) => false,
             // The kernel is told to drop the name in time.
@@ -171,7 +178,7 @@ impl Fs {
         let Ok(tree) = self.tree(index) else { return (None, None) };
         let model = &tree.model;
         let learner = match file {
-            File::Gradients(_) | File::Device => Some(model.own_name.clone()),
+            File::Gradients(_) | File::NamedGradients | File::Device => Some(model.own_name.clone()),
             file => file.learner().and_then(|id| model.learner(id).ok()).map(|learner| learner.name.clone()),
         };
         (Some(Arc::clone(model)), learner)
@@ -210,8 +217,10 @@ impl Fs {
         for name in ["weights", "weights.safetensors"] {
             kernel.forget_name(dir, name);
         }
+        kernel.forget_name(Node::Model(index, File::HuggingFace).ino(), HF_WEIGHTS);
         for learner in model.learners() {
-            kernel.forget_name(Node::Model(index, File::Learner(learner.id)).ino(), "weights");
+            let dir = Node::Model(index, File::Learner(learner.id)).ino();
+            ["weights", "weights.safetensors"].iter().for_each(|name| kernel.forget_name(dir, name));
         }
         let versions = Node::Model(index, File::Versions).ino();
         let retained = model.job.retained();
@@ -245,6 +254,25 @@ impl Fs {
         for (parent, name) in self.looked_up.to_drop(tree.index, patient, fate) {
             kernel.forget_name(parent, &name);
         }
+    }
+
+    /// Where a symbolic link leads. A learner's `tensors` are those of the version that is the newest now.
+    ///
+    /// # Errors
+    /// EINVAL for other files, ENOENT.
+    pub fn read_link(&self, ino: u64) -> CallResult<String> {
+        match self.node(ino)? {
+            Node::Model(index, File::LearnerTensors(id)) => {
+                let tree = self.tree(index)?;
+                tree.model.learner(id)?;
+                Ok(self.link_of(&tree))
+            }
+            _ => Err(CallError::new(libc::EINVAL, "no symbolic link")),
+        }
+    }
+
+    fn link_of(&self, tree: &ModelTree) -> String {
+        format!("../../versions/{}/tensors", tree.shown_version())
     }
 
     /// Names of the extended attributes of an inode.
@@ -294,7 +322,8 @@ fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
     };
     let has_data = file.version().is_some() && !file.is_dir() && !matches!(file, File::RetainedText(_));
     let takes_data =
-        matches!(file, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_));
+        matches!(file, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_))
+            || file.is_named();
     match name {
         VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
         VERSION if matches!(file, File::Device | File::VersionText) => Some(tree.shown_version().to_string()),

@@ -8,6 +8,7 @@ mod background;
 mod checkpoint;
 mod cli;
 mod cluster;
+mod companions;
 mod config;
 mod crash;
 mod device;

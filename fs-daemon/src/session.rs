@@ -16,6 +16,7 @@ pub mod disk;
 pub mod error;
 pub mod learner;
 pub mod model;
+pub mod named;
 pub mod publication;
 pub mod times;
 pub mod trace;

@@ -11,6 +11,7 @@ use ps_backend::server::local::{self, Beginning, LocalError};
 use ps_backend::state_copies::StateCopies;
 
 use crate::background::Ready;
+use crate::companions;
 use crate::config::{ModelSource, ModelSpec, UpConfig};
 use crate::device;
 use crate::error::Error;
@@ -36,14 +37,22 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
         for spec in &config.models {
             let source = open(spec, &config, &controls)?;
             needed = needed.with(MemoryUse::of_one_process(&source.layout, &controls, copies_of(&config)));
-            sources.push((&spec.name, source));
+            let dir = match &spec.source {
+                ModelSource::File(path) if path.is_dir() => Some(path),
+                _ => None,
+            };
+            let dir = config.mounting.with_files.as_ref().or(dir);
+            let files = dir.map_or_else(|| Ok(Vec::new()), |dir| companions::read(dir))?;
+            sources.push((&spec.name, source, files));
         }
         memory::check_together(needed)?;
         let executor = Pool::start(config.mounting.threads, device)
             .map_err(|error| Error::new("cannot start the threads that reduce").caused_by(error))?;
         let mut models = Vec::new();
-        for (name, source) in sources {
-            models.push(Arc::new(load(name, source, (&executor, config.state), &controls)?));
+        for (name, source, companions) in sources {
+            let mut model = load(name, source, (&executor, config.state), &controls)?;
+            model.companions = companions;
+            models.push(Arc::new(model));
         }
         Ok(Loaded { models, later: None })
     })

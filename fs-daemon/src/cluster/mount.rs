@@ -12,6 +12,7 @@ use libmodelio::wire::{Fate, HeldPartition, ModelRecord, ShardRecord};
 
 use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::background::Ready;
+use crate::companions;
 use crate::config::MAX_MODELS;
 use crate::config::cluster::MountConfig;
 use crate::error::{self, Error};
@@ -195,7 +196,11 @@ fn connect(
     }
     tracing::info!(model = %name, io = %backend, "connected");
     let snapshots = Snapshots::Registry(config.registry.to_string());
-    Ok(Model::new(name.clone(), job, record.metadata.clone(), own_learner(), snapshots))
+    let mut model = Model::new(name.clone(), job, record.metadata.clone(), own_learner(), snapshots);
+    if let Some(dir) = &config.mounting.with_files {
+        model.companions = companions::read(dir)?;
+    }
+    Ok(model)
 }
 
 /// The name of this mount's own learner: other mounts of the job have theirs.

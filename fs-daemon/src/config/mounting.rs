@@ -29,6 +29,10 @@ pub struct Mounting {
     /// Serve reads through the daemon even where the kernel could bypass it
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false", hide_default_value = true, action = ArgAction::Set, value_parser = switch)]
     pub no_passthrough: bool,
+    /// Show the files of this directory in hf/, beside the weights: config.json, tokenizer [default: those of the
+    /// directory that the model is loaded from, if it is one]
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub with_files: Option<PathBuf>,
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = |text: &str| Endpoint::parse(text, METRICS_PORT))]
     pub metrics: Option<Endpoint>,

@@ -46,6 +46,7 @@ fn defaults() {
         config,
         UpConfig {
             mounting: Mounting {
+                with_files: None,
                 mountpoint: "/mnt".into(),
                 threads: 2,
                 allow_other: false,

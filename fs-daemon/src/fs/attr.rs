@@ -5,7 +5,7 @@ use std::time::SystemTime;
 use libmodelio::vocabulary::ids::Version;
 
 use super::model_tree::ModelTree;
-use super::node::{File, Node};
+use super::node::{File, FileKind, Node};
 use super::text;
 use super::{FileUse, Fs, Owner};
 use crate::session::error::{CallError, CallResult};
@@ -20,8 +20,8 @@ pub struct Attributes {
     pub size: u64,
     /// Permission bits.
     pub mode: u16,
-    /// Directory or regular file.
-    pub is_dir: bool,
+    /// Directory, link or regular file.
+    pub kind: FileKind,
     /// Links: subdirectories and two for a directory.
     pub links: u32,
     /// Last change.
@@ -75,7 +75,7 @@ impl Fs {
             ino,
             size: 0,
             mode,
-            is_dir: node.is_dir(),
+            kind: node.kind(),
             links: if node.is_dir() { 2 } else { 1 },
             modified: self.started,
             uid,
@@ -111,16 +111,16 @@ impl Fs {
             Ok(Attributes { size, modified: of(version)?, keep: Keep::Forever, ..base })
         };
         Ok(match file {
-            File::Dir => Attributes { links: 6, keep: Keep::Briefly, ..sized(0) },
+            File::Dir => Attributes { links: 7, keep: Keep::Briefly, ..sized(0) },
             File::Weights(v) | File::RetainedWeights(v) | File::LearnerWeights(_, v) => of_version(size, v)?,
-            File::Safetensors(v) | File::RetainedSafetensors(v) => {
+            File::Safetensors(v) | File::RetainedSafetensors(v) | File::LearnerSafetensors(_, v) => {
                 of_version(tree.safetensors_header_len + size, v)?
             }
             File::Tensors(v, directory) | File::RetainedTensors(v, directory) => {
                 let links = 2 + tree.paths.get(directory)?.directories.len() as u32;
                 Attributes { links, ..of_version(0, v)? }
             }
-            File::Retained(v) => Attributes { links: 3, ..of_version(0, v)? },
+            File::Retained(v) => Attributes { links: 4, ..of_version(0, v)? },
             File::Tensor(v, i) | File::RetainedTensor(v, i) => {
                 if i as usize >= model.layout.tensors().len() {
                     return Err(CallError::not_found());
@@ -133,6 +133,25 @@ impl Fs {
                 Attributes { keep: Keep::Briefly, ..sized(size) }
             }
             File::Device | File::Publish(_) => sized(size),
+            // How long a file is that is written by names, its program decides.
+            File::NamedGradients
+            | File::LearnerNamedGradients(_)
+            | File::NamedPublish
+            | File::LearnerNamedPublish(_)
+            | File::HuggingFace => sized(0),
+            File::RetainedHuggingFace(v) => of_version(0, v)?,
+            File::Companion(i) => {
+                let file = model.companions.get(i as usize).ok_or_else(CallError::not_found)?;
+                Attributes { size: file.contents.len() as u64, keep: Keep::Forever, ..base }
+            }
+            File::Temporary(n) => {
+                let file = tree.temporaries.get(n).ok_or_else(CallError::not_found)?;
+                Attributes { size: file.size(), uid: file.owner.0, gid: file.owner.1, ..base }
+            }
+            File::LearnerTensors(id) => {
+                model.learner(id)?;
+                sized(self.link_of(tree).len() as u64)
+            }
             File::VersionText | File::LearnerVersion(_) => sized(text_len(model.job.offered_version())),
             File::Status => of_text(text::status(tree, &self.mount_status())),
             File::Layout => Attributes { size: tree.layout.len() as u64, keep: Keep::Forever, ..base },
@@ -166,7 +185,7 @@ impl Fs {
         uid: Option<u32>,
         gid: Option<u32>,
     ) -> CallResult<()> {
-        if mode.or(uid).or(gid).is_none() {
+        if mode.or(uid).or(gid).is_none() || matches!(self.node(ino)?, Node::Model(_, File::Temporary(_))) {
             return Ok(());
         }
         let has = self.attributes(ino)?;
@@ -183,7 +202,8 @@ impl Fs {
     /// EINVAL for another size, EACCES for a file that is only read.
     pub fn check_truncation(&self, ino: u64, size: u64) -> CallResult<()> {
         match self.node(ino)? {
-            Node::Model(_, File::Control(_) | File::LearnerWeight(_)) => Ok(()),
+            Node::Model(_, File::Control(_) | File::LearnerWeight(_) | File::Temporary(_)) => Ok(()),
+            Node::Model(_, file) if file.is_named() => Ok(()),
             Node::Model(
                 _,
                 File::Gradients(_)
@@ -217,7 +237,8 @@ impl Fs {
             space.blocks += pages * most;
             space.free += pages * most.saturating_sub(used);
             let learners = model.learners().len() as u64;
-            let files = 32 + (model.layout.tensors().len() + tree.paths.len()) as u64;
+            let files =
+                35 + model.companions.len() as u64 + (model.layout.tensors().len() + tree.paths.len()) as u64;
             space.free_files += most_learners.saturating_sub(learners) * FILES_OF_LEARNER;
             space.files += files + most_learners.max(learners) * FILES_OF_LEARNER;
         }
@@ -241,16 +262,22 @@ pub struct Space {
 }
 
 /// A learner's directory and what is in it.
-const FILES_OF_LEARNER: u64 = 7;
+const FILES_OF_LEARNER: u64 = 11;
 
 /// The use of an inode.
 fn use_of(node: Node) -> FileUse {
     match node {
         Node::Model(_, File::Learners) => FileUse::Learners,
         Node::Model(_, File::Weights(_) | File::Control(_) | File::LearnerWeight(_)) => FileUse::Shared,
-        Node::Model(_, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_)) => {
-            FileUse::Contribute
-        }
+        Node::Model(
+            _,
+            File::Gradients(_)
+            | File::LearnerGradients(..)
+            | File::Device
+            | File::Publish(_)
+            | File::Temporary(_),
+        ) => FileUse::Contribute,
+        Node::Model(_, file) if file.is_named() => FileUse::Contribute,
         Node::Model(_, File::Snapshot) | Node::Trace => FileUse::Owner,
         _ if node.is_dir() => FileUse::Dir,
         _ => FileUse::Read,

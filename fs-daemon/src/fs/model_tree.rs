@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 
 use super::node::{File, MAX_PUBLICATIONS, Node};
 use super::paths::TensorPaths;
+use super::temporary::Temporaries;
 use super::tensors_name::TensorsName;
 use crate::session::error::Done;
 use crate::session::error::LastRefusal;
@@ -42,6 +43,8 @@ pub struct ModelTree {
     pub tensors_name: TensorsName,
     /// The name `publish`.
     pub publications: Arc<Publications>,
+    /// Files that programs are about to rename.
+    pub temporaries: Temporaries,
     /// Length of the header of `weights.safetensors`, the same in all versions.
     pub safetensors_header_len: u64,
 }
@@ -65,6 +68,7 @@ impl ModelTree {
             paths: TensorPaths::new(tensors),
             tensors_name: TensorsName::default(),
             publications: Arc::default(),
+            temporaries: Temporaries::default(),
             safetensors_header_len: safetensors_header(&model, Version(0)).len() as u64,
             model,
         }
@@ -101,7 +105,9 @@ impl ModelTree {
         match file {
             File::Weights(_)
             | File::Publish(_)
+            | File::NamedPublish
             | File::Gradients(_)
+            | File::NamedGradients
             | File::Device
             | File::Error
             | File::Snapshot => Some(Arc::clone(&self.model.own_refusal)),
@@ -118,6 +124,8 @@ impl ModelTree {
 /// have headers of the same length.
 pub fn safetensors_header(model: &Model, version: Version) -> Arc<[u8]> {
     let mut metadata = model.metadata.clone();
+    // Libraries refuse a file that does not say whose it is.
+    metadata.entry("format".into()).or_insert_with(|| "pt".into());
     metadata.insert("gradfs.version".into(), format!("{:010}", version.0));
     header::header_bytes(model.layout.tensors(), &metadata).into()
 }

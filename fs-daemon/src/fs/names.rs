@@ -24,8 +24,8 @@ use crate::session::trace::TRACE_FILE;
 pub struct Entry {
     /// Inode number.
     pub ino: u64,
-    /// Whether the entry is a directory.
-    pub is_dir: bool,
+    /// The file that it leads to.
+    pub node: Node,
     /// Name.
     pub name: String,
     /// The offset of the next entry.
@@ -37,6 +37,9 @@ type Names<'a> = Box<dyn Iterator<Item = (String, Node)> + 'a>;
 
 /// Longest name of a file, as for most filesystems. The kernel would ask for up to 1,024 bytes.
 const MAX_NAME: usize = 255;
+
+/// The weights in `hf/`, by the name that libraries look for.
+pub(super) const HF_WEIGHTS: &str = "model.safetensors";
 
 impl Fs {
     /// The inode that `name` in `parent` leads to now. The kernel knows one more name of its version then: each success
@@ -177,7 +180,7 @@ impl Fs {
         };
         let dots = [(".".to_owned(), node), ("..".to_owned(), parent)].into_iter().skip(skip);
         for (next, (name, node)) in (from + 1..).zip(dots.chain(names)) {
-            if !each(Entry { ino: node.ino(), is_dir: node.is_dir(), name, next }) {
+            if !each(Entry { ino: node.ino(), node, name, next }) {
                 break;
             }
         }
@@ -296,7 +299,7 @@ fn parent_of(tree: &ModelTree, dir: File) -> CallResult<Node> {
         match dir {
             File::Dir => return Ok(Node::Root),
             File::Retained(_) => File::Versions,
-            File::RetainedTensors(version, 0) => File::Retained(version),
+            File::RetainedHuggingFace(version) | File::RetainedTensors(version, 0) => File::Retained(version),
             File::RetainedTensors(version, d) => File::RetainedTensors(version, tree.paths.get(d)?.parent),
             File::Tensors(version, d) if d != 0 => File::Tensors(version, tree.paths.get(d)?.parent),
             File::Learner(_) => File::Learners,
@@ -321,7 +324,10 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("weights.safetensors", File::Safetensors(newest())),
             ("tensors", File::Tensors(newest(), 0)),
             ("gradients", File::Gradients(MapsTo::PageCache)),
+            ("gradients.safetensors", File::NamedGradients),
             ("publish", File::Publish(0)),
+            ("publish.safetensors", File::NamedPublish),
+            ("hf", File::HuggingFace),
             ("device", File::Device),
             ("version", File::VersionText),
             ("versions", File::Versions),
@@ -336,21 +342,39 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("weights", File::RetainedWeights(version)),
             ("weights.safetensors", File::RetainedSafetensors(version)),
             ("tensors", File::RetainedTensors(version, 0)),
+            ("hf", File::RetainedHuggingFace(version)),
             ("version", File::RetainedText(version)),
         ],
         File::Learner(id) => vec![
             ("weights", File::LearnerWeights(id, newest())),
+            ("weights.safetensors", File::LearnerSafetensors(id, newest())),
+            ("tensors", File::LearnerTensors(id)),
             ("gradients", File::LearnerGradients(id, MapsTo::PageCache)),
+            ("gradients.safetensors", File::LearnerNamedGradients(id)),
+            ("publish.safetensors", File::LearnerNamedPublish(id)),
             ("version", File::LearnerVersion(id)),
             ("weight", File::LearnerWeight(id)),
             ("status", File::LearnerStatus(id)),
             ("error", File::LearnerError(id)),
         ],
+        File::HuggingFace => vec![(HF_WEIGHTS, File::Safetensors(newest()))],
+        File::RetainedHuggingFace(version) => vec![(HF_WEIGHTS, File::RetainedSafetensors(version))],
         File::Controls => {
             (0..).zip(SETTINGS.iter()).map(|(i, (name, _))| (*name, File::Control(i))).collect()
         }
         _ => Vec::new(),
     }
+}
+
+/// The files beside the weights in `hf/`.
+fn companions(model: &Model, dir: File) -> impl Iterator<Item = (String, File)> {
+    let has_some = matches!(dir, File::HuggingFace | File::RetainedHuggingFace(_));
+    let names = model.companions.iter().filter(move |_| has_some).map(|file| file.name.clone());
+    names.zip((0..).map(File::Companion))
+}
+
+fn companion(model: &Model, dir: File, name: &str) -> Option<File> {
+    companions(model, dir).find(|(known, _)| known == name).map(|(_, file)| file)
 }
 
 /// A tensor or a directory of tensors, in a directory of the newest version or of a retained one.
@@ -378,7 +402,9 @@ fn lookup_in(tree: &ModelTree, dir: File, name: &str) -> Option<File> {
         File::Dir if name == "publish" => return Some(File::Publish(tree.publications.number())),
         _ => {}
     }
-    fixed_files(model, dir).into_iter().find(|(known, _)| *known == name).map(|(_, file)| file)
+    let fixed = fixed_files(model, dir).into_iter().find(|(known, _)| *known == name).map(|(_, file)| file);
+    let temporary = || tree.temporaries.named(dir, name).map(|file| File::Temporary(file.number));
+    fixed.or_else(|| companion(model, dir, name)).or_else(temporary)
 }
 
 /// The entries of a directory, without the first `skip` names.
@@ -410,7 +436,8 @@ fn list_in(
             if let File::Learner(id) = dir {
                 model.learner(id)?;
             }
-            fixed_files(model, dir).into_iter().map(|(name, file)| (name.to_owned(), file)).collect()
+            let fixed = fixed_files(model, dir).into_iter().map(|(name, file)| (name.to_owned(), file));
+            fixed.chain(companions(model, dir)).collect()
         }
     };
     Ok(Box::new(few.into_iter().skip(skip)))

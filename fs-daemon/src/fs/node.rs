@@ -81,6 +81,26 @@ pub enum File {
     LearnerError(LearnerId),
     /// `learners/<id>/weight`.
     LearnerWeight(LearnerId),
+    /// `learners/<id>/weights.safetensors`.
+    LearnerSafetensors(LearnerId, Version),
+    /// `learners/<id>/tensors`, which leads to those of the newest version.
+    LearnerTensors(LearnerId),
+    /// `gradients.safetensors` of the mount's own learner.
+    NamedGradients,
+    /// `learners/<id>/gradients.safetensors`.
+    LearnerNamedGradients(LearnerId),
+    /// `publish.safetensors`.
+    NamedPublish,
+    /// `learners/<id>/publish.safetensors`.
+    LearnerNamedPublish(LearnerId),
+    /// A file that a program makes beside these four, to be renamed onto one of them.
+    Temporary(u64),
+    /// `hf/`.
+    HuggingFace,
+    /// `versions/<n>/hf/`.
+    RetainedHuggingFace(Version),
+    /// A file of these two that came with the model, by index.
+    Companion(u32),
     /// `snapshot`.
     Snapshot,
     /// `control/`.
@@ -96,6 +116,17 @@ pub enum MapsTo {
     PageCache,
     /// The learner's memory: nothing is copied, and the kernel tells nobody of msync. Only an open with O_DIRECT gets here.
     Memory,
+}
+
+/// What a node is to the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileKind {
+    /// A directory.
+    Dir,
+    /// A regular file.
+    File,
+    /// A symbolic link.
+    Link,
 }
 
 /// Any inode of the mount.
@@ -114,78 +145,98 @@ pub enum Node {
 const README: u64 = 31;
 const TRACE: u64 = 30;
 
+/// Files of which a model has one each.
+const OF_MODEL: [File; 15] = [
+    File::Dir,
+    File::Device,
+    File::VersionText,
+    File::Status,
+    File::Layout,
+    File::Versions,
+    File::Learners,
+    File::Controls,
+    File::Error,
+    File::Snapshot,
+    File::Gradients(MapsTo::PageCache),
+    File::Gradients(MapsTo::Memory),
+    File::NamedGradients,
+    File::NamedPublish,
+    File::HuggingFace,
+];
+/// Files of which a version has one each.
+const OF_VERSION: [fn(Version) -> File; 7] = [
+    File::Weights,
+    File::Safetensors,
+    File::Retained,
+    File::RetainedWeights,
+    File::RetainedSafetensors,
+    File::RetainedText,
+    File::RetainedHuggingFace,
+];
+/// Files of which a learner has one each.
+const OF_LEARNER: [fn(LearnerId) -> File; 10] = [
+    File::Learner,
+    |id| File::LearnerGradients(id, MapsTo::PageCache),
+    |id| File::LearnerGradients(id, MapsTo::Memory),
+    File::LearnerVersion,
+    File::LearnerStatus,
+    File::LearnerError,
+    File::LearnerWeight,
+    File::LearnerTensors,
+    File::LearnerNamedGradients,
+    File::LearnerNamedPublish,
+];
+
 impl File {
     fn parts(self) -> (u64, u32, Version) {
         const NONE: Version = Version(0);
+        let wide = |n: u64| ((n >> VERSION_BITS) as u32, Version(n & ((1 << VERSION_BITS) - 1)));
         match self {
-            File::Dir => (1, 0, NONE),
-            File::Weights(v) => (2, 0, v),
-            File::Safetensors(v) => (3, 0, v),
-            File::Tensors(v, d) => (4, d, v),
-            File::Tensor(v, i) => (5, i, v),
-            File::Gradients(maps) => (6, 0, Version(maps as u64)),
-            File::Device => (7, 0, NONE),
-            File::VersionText => (8, 0, NONE),
-            File::Status => (9, 0, NONE),
-            // There are no more kinds, and the status has no index.
-            File::Layout => (9, 1, NONE),
-            File::Versions => (10, 0, NONE),
-            File::Retained(v) => (11, 0, v),
-            File::RetainedWeights(v) => (12, 0, v),
-            File::RetainedSafetensors(v) => (13, 0, v),
-            File::RetainedTensors(v, d) => (14, d, v),
-            File::RetainedTensor(v, i) => (15, i, v),
-            File::RetainedText(v) => (16, 0, v),
-            File::Learners => (17, 0, NONE),
-            File::Learner(l) => (18, l.0, NONE),
-            File::LearnerWeights(l, v) => (19, l.0, v),
-            File::LearnerGradients(l, maps) => (20, l.0, Version(maps as u64)),
-            File::LearnerVersion(l) => (21, l.0, NONE),
-            File::LearnerStatus(l) => (22, l.0, NONE),
-            File::Controls => (23, 0, NONE),
-            File::Control(i) => (24, i, NONE),
-            File::Error => (25, 0, NONE),
-            File::LearnerError(l) => (26, l.0, NONE),
-            File::LearnerWeight(l) => (29, l.0, NONE),
-            File::Snapshot => (27, 0, NONE),
-            File::Publish(n) => (28, (n >> VERSION_BITS) as u32, Version(n & ((1 << VERSION_BITS) - 1))),
+            File::LearnerWeights(l, v) => (4, l.0, v),
+            File::LearnerSafetensors(l, v) => (5, l.0, v),
+            File::Tensors(v, d) => (6, d, v),
+            File::Tensor(v, i) => (7, i, v),
+            File::RetainedTensors(v, d) => (8, d, v),
+            File::RetainedTensor(v, i) => (9, i, v),
+            File::Control(i) => (10, i, NONE),
+            File::Companion(i) => (10, i, Version(1)),
+            File::Publish(n) => (11, wide(n).0, wide(n).1),
+            File::Temporary(n) => (12, wide(n).0, wide(n).1),
+            file => {
+                if let Some(at) = OF_MODEL.iter().position(|of| *of == file) {
+                    return (1, at as u32, NONE);
+                }
+                if let Some(v) = file.version()
+                    && let Some(at) = OF_VERSION.iter().position(|of| of(v) == file)
+                {
+                    return (2, at as u32, v);
+                }
+                let of_learner = |id| OF_LEARNER.iter().position(|of| of(id) == file).map(|at| (id, at));
+                let found = file.learner().and_then(of_learner);
+                debug_assert!(found.is_some(), "{file:?} is in no table");
+                let (id, at) = found.unwrap_or((LearnerId(0), 0));
+                (3, id.0, Version(at as u64))
+            }
         }
     }
 
     fn from_parts(kind: u64, index: u32, version: Version) -> Option<File> {
         let learner = LearnerId(index);
-        let maps = if version.0 == 1 { MapsTo::Memory } else { MapsTo::PageCache };
+        let wide = u64::from(index) << VERSION_BITS | version.0;
         Some(match kind {
-            1 => File::Dir,
-            2 => File::Weights(version),
-            3 => File::Safetensors(version),
-            4 => File::Tensors(version, index),
-            5 => File::Tensor(version, index),
-            6 => File::Gradients(maps),
-            7 => File::Device,
-            8 => File::VersionText,
-            9 if index == 1 => File::Layout,
-            9 => File::Status,
-            10 => File::Versions,
-            11 => File::Retained(version),
-            12 => File::RetainedWeights(version),
-            13 => File::RetainedSafetensors(version),
-            14 => File::RetainedTensors(version, index),
-            15 => File::RetainedTensor(version, index),
-            16 => File::RetainedText(version),
-            17 => File::Learners,
-            18 => File::Learner(learner),
-            19 => File::LearnerWeights(learner, version),
-            20 => File::LearnerGradients(learner, maps),
-            21 => File::LearnerVersion(learner),
-            22 => File::LearnerStatus(learner),
-            23 => File::Controls,
-            24 => File::Control(index),
-            25 => File::Error,
-            26 => File::LearnerError(learner),
-            27 => File::Snapshot,
-            29 => File::LearnerWeight(learner),
-            28 => File::Publish(u64::from(index) << VERSION_BITS | version.0),
+            1 if version.0 == 0 => *OF_MODEL.get(index as usize)?,
+            2 => OF_VERSION.get(index as usize)?(version),
+            3 => OF_LEARNER.get(version.0 as usize)?(learner),
+            4 => File::LearnerWeights(learner, version),
+            5 => File::LearnerSafetensors(learner, version),
+            6 => File::Tensors(version, index),
+            7 => File::Tensor(version, index),
+            8 => File::RetainedTensors(version, index),
+            9 => File::RetainedTensor(version, index),
+            10 if version.0 == 0 => File::Control(index),
+            10 if version.0 == 1 => File::Companion(index),
+            11 => File::Publish(wide),
+            12 => File::Temporary(wide),
             _ => return None,
         })
     }
@@ -203,7 +254,9 @@ impl File {
             | File::RetainedTensors(v, _)
             | File::RetainedTensor(v, _)
             | File::RetainedText(v)
-            | File::LearnerWeights(_, v) => Some(v),
+            | File::RetainedHuggingFace(v)
+            | File::LearnerWeights(_, v)
+            | File::LearnerSafetensors(_, v) => Some(v),
             _ => None,
         }
     }
@@ -217,6 +270,10 @@ impl File {
             | File::LearnerVersion(id)
             | File::LearnerStatus(id)
             | File::LearnerWeight(id)
+            | File::LearnerSafetensors(id, _)
+            | File::LearnerTensors(id)
+            | File::LearnerNamedGradients(id)
+            | File::LearnerNamedPublish(id)
             | File::LearnerError(id) => Some(id),
             _ => None,
         }
@@ -254,6 +311,17 @@ impl File {
         }
     }
 
+    /// Whether the file is written by tensors' names.
+    pub fn is_named(self) -> bool {
+        matches!(
+            self,
+            File::NamedGradients
+                | File::LearnerNamedGradients(_)
+                | File::NamedPublish
+                | File::LearnerNamedPublish(_)
+        )
+    }
+
     /// Whether the node is a directory.
     pub fn is_dir(self) -> bool {
         matches!(
@@ -266,11 +334,22 @@ impl File {
                 | File::Learners
                 | File::Learner(_)
                 | File::Controls
+                | File::HuggingFace
+                | File::RetainedHuggingFace(_)
         )
     }
 }
 
 impl Node {
+    /// What it is to the kernel.
+    pub fn kind(self) -> FileKind {
+        match self {
+            Node::Model(_, File::LearnerTensors(_)) => FileKind::Link,
+            node if node.is_dir() => FileKind::Dir,
+            _ => FileKind::File,
+        }
+    }
+
     /// Its inode number.
     pub fn ino(self) -> u64 {
         match self {
@@ -330,11 +409,11 @@ mod tests {
         check(Node::Readme);
         check(Node::Trace);
         for model in [0, 1, 255] {
-            for kind in 1..=29 {
-                for index in [0, 1, (1 << 20) - 1] {
-                    for version in [0, 1, (1 << 31) - 1] {
-                        let file = File::from_parts(kind, index, Version(version)).unwrap();
-                        if file.parts() == (kind, index, Version(version)) {
+            for kind in 1..=12 {
+                for index in (0..20).chain([(1 << 20) - 1]) {
+                    for version in (0..20).chain([(1 << 31) - 1]) {
+                        if let Some(file) = File::from_parts(kind, index, Version(version)) {
+                            assert_eq!(file.parts(), (kind, index, Version(version)), "{file:?}");
                             check(Node::Model(model, file));
                         }
                     }

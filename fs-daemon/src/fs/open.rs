@@ -78,7 +78,7 @@ impl OpenRequest {
     pub fn shows_newest_to(&self) -> Option<Option<LearnerId>> {
         let (_, file) = self.file().filter(|_| self.reads)?;
         match file {
-            File::LearnerWeights(learner, _) => Some(Some(learner)),
+            File::LearnerWeights(learner, _) | File::LearnerSafetensors(learner, _) => Some(Some(learner)),
             _ if is_newest(file) => {
                 let own = self.own_learner().filter(|_| self.is_own || self.writes);
                 Some(own.map(|learner| learner.id))
@@ -91,7 +91,7 @@ impl OpenRequest {
     pub fn attends(&self) -> Option<Arc<Learner>> {
         let (tree, file) = self.file().filter(|_| self.reads && !self.writes)?;
         match file {
-            File::LearnerWeights(id, _) => tree.model.learner(id).ok(),
+            File::LearnerWeights(id, _) | File::LearnerSafetensors(id, _) => tree.model.learner(id).ok(),
             _ => None,
         }
     }
@@ -116,8 +116,10 @@ impl OpenRequest {
     pub fn contributes_as(&self) -> Option<Arc<Learner>> {
         let (tree, file) = self.file().filter(|_| self.writes)?;
         match file {
-            File::Gradients(_) | File::Device => tree.model.learner_named(&tree.model.own_name),
-            File::LearnerGradients(id, _) => tree.model.learner(id).ok(),
+            File::Gradients(_) | File::NamedGradients | File::Device => {
+                tree.model.learner_named(&tree.model.own_name)
+            }
+            File::LearnerGradients(id, _) | File::LearnerNamedGradients(id) => tree.model.learner(id).ok(),
             _ => None,
         }
     }
@@ -125,7 +127,16 @@ impl OpenRequest {
     /// Whether the open is of a file that contributes.
     pub fn contributes(&self) -> bool {
         let file = self.file().filter(|_| self.writes).map(|(_, file)| file);
-        matches!(file, Some(File::Gradients(_) | File::Device | File::LearnerGradients(..)))
+        matches!(
+            file,
+            Some(
+                File::Gradients(_)
+                    | File::NamedGradients
+                    | File::Device
+                    | File::LearnerGradients(..)
+                    | File::LearnerNamedGradients(_)
+            )
+        )
     }
 
     /// Whether the open takes long: it takes a region's pages first, or asks the job.
@@ -137,7 +148,7 @@ impl OpenRequest {
         if matches!(file, File::Publish(_)) {
             return self.reads;
         }
-        let is_own = matches!(file, File::Gradients(_) | File::Device);
+        let is_own = matches!(file, File::Gradients(_) | File::NamedGradients | File::Device);
         let joins = is_own && self.writes && tree.model.own_learner().is_none();
         let is_ready = |learner: Arc<Learner>| learner.is_mapping_ready();
         joins || (file.maps().is_some() && self.reads && !self.contributes_as().is_some_and(is_ready))
@@ -154,7 +165,11 @@ impl OpenRequest {
         };
         match file {
             // A program that opens the newest version learns of it.
-            File::Weights(_) | File::Safetensors(_) | File::LearnerWeights(..) | File::Device
+            File::Weights(_)
+            | File::Safetensors(_)
+            | File::LearnerWeights(..)
+            | File::LearnerSafetensors(..)
+            | File::Device
                 if self.reads =>
             {
                 tree.done_when_shown(done)
@@ -185,16 +200,16 @@ impl OpenRequest {
     ) -> CallResult<Arc<Learner>> {
         match file {
             File::Device => self.no_append()?,
-            _ => self.writable_contribution()?,
+            _ => self.writable_contribution(file)?,
         }
         let learner = match file {
-            File::LearnerGradients(id, _) => model.learner(id)?,
+            File::LearnerGradients(id, _) | File::LearnerNamedGradients(id) => model.learner(id)?,
             _ => {
                 model.refuse_own_replica()?;
                 own(model)?
             }
         };
-        if file != File::Device && self.reads {
+        if file.maps().is_some() && self.reads {
             learner.make_mapping_ready().map_err(|error| CallError::new(libc::ENOMEM, error.to_string()))?;
         } else {
             learner.make_staging_ready();
@@ -217,7 +232,11 @@ impl OpenRequest {
         Ok(())
     }
 
-    fn writable_contribution(&self) -> CallResult<()> {
+    fn writable_contribution(&self, file: File) -> CallResult<()> {
+        if file.is_named() && self.reads {
+            let what = "this file is write-only (read weights.safetensors instead)";
+            return Err(CallError::new(libc::EACCES, what));
+        }
         if !self.writes {
             let what = "gradients is write-only (read weights instead)";
             return Err(CallError::new(libc::EACCES, what));
@@ -279,23 +298,17 @@ impl Fs {
             File::Weights(version) if request.writes => self.open_publication(request, tree, version),
             File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {
                 request.read_only("this version of weights")?;
-                let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
-                let replica = match file {
-                    File::LearnerWeights(id, _) => model.learner(id)?.replica(version),
-                    _ => None,
-                };
-                let reader = match replica {
-                    Some(replica) => reader.showing(replica),
-                    None => reader,
-                };
+                let reader = self.reader(model, file, version)?;
                 // Passthrough has no offset: only the flat file is the memory itself.
                 let bypasses = self.bypasses(request, tree, version);
                 let way = if bypasses { Way::Bypass(reader.region().clone()) } else { Way::Cached };
                 Ok((OpenFile::Version(VersionFile { reader, header: Arc::new([]), bytes: all }), way))
             }
-            File::Safetensors(version) | File::RetainedSafetensors(version) => {
+            File::Safetensors(version)
+            | File::RetainedSafetensors(version)
+            | File::LearnerSafetensors(_, version) => {
                 request.read_only("weights.safetensors")?;
-                let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
+                let reader = self.reader(model, file, version)?;
                 let header = safetensors_header(model, version);
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes: all }), Way::Cached))
             }
@@ -307,7 +320,26 @@ impl Fs {
                 let (header, bytes) = (Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone());
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
             }
-            File::Gradients(_) | File::LearnerGradients(..) => open_gradients(request, tree, file),
+            File::Gradients(_)
+            | File::LearnerGradients(..)
+            | File::NamedGradients
+            | File::LearnerNamedGradients(_) => open_gradients(request, tree, file),
+            File::NamedPublish | File::LearnerNamedPublish(_) => {
+                request.writable_contribution(file)?;
+                let (tree, publication) = (Arc::clone(tree), Publication::open(model)?.by_names());
+                let publication = Arc::new(publication);
+                Ok((OpenFile::Publication { tree, publication, _keeps: Box::new(()) }, Way::Direct))
+            }
+            File::Temporary(number) => {
+                let file = tree.temporaries.get(number).ok_or_else(CallError::not_found)?;
+                Ok((OpenFile::Temporary { tree: Arc::clone(tree), file }, Way::Direct))
+            }
+            File::Companion(index) => {
+                request.read_only("a file that came with the model")?;
+                let (tree, index) = (Arc::clone(tree), index as usize);
+                model.companions.get(index).ok_or_else(CallError::not_found)?;
+                Ok((OpenFile::Companion { tree, index }, Way::Cached))
+            }
             File::Publish(number) => open_publish(request, tree, number),
             File::Device if request.writes => open_device(request, tree),
             File::Device => {
@@ -333,6 +365,21 @@ impl Fs {
             }
             _ => Err(CallError::new(libc::EISDIR, "is a directory")),
         }
+    }
+
+    /// A reader of `version` for this file. A learner's own shows its replica, if it has one.
+    fn reader(&self, model: &Arc<Model>, file: File, version: Version) -> CallResult<Reader> {
+        let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
+        let replica = match file {
+            File::LearnerWeights(id, _) | File::LearnerSafetensors(id, _) => {
+                model.learner(id)?.replica(version)
+            }
+            _ => None,
+        };
+        Ok(match replica {
+            Some(replica) => reader.showing(replica),
+            None => reader,
+        })
     }
 
     /// Whether opens of this inode of `version`, which the caller has open, bypass the daemon.
@@ -383,7 +430,8 @@ fn open_gradients(request: &OpenRequest, tree: &Arc<ModelTree>, file: File) -> C
         Some(MapsTo::Memory) => Way::MapBypass(learner.mapping().clone()),
         _ => Way::Direct,
     };
-    let contribution = Arc::new(Contribution::open(&tree.model, learner, request.reads, None));
+    let contribution = Contribution::open(&tree.model, learner, request.reads, None);
+    let contribution = Arc::new(if file.is_named() { contribution.by_names() } else { contribution });
     Ok((OpenFile::Contribution { tree: Arc::clone(tree), contribution }, way))
 }
 

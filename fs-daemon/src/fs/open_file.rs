@@ -9,6 +9,7 @@ use libmodelio::vocabulary::ids::Version;
 
 use super::Fs;
 use super::model_tree::ModelTree;
+use super::temporary::Temporary;
 use super::text_file::TextFile;
 use crate::session::capture::Capture;
 use crate::session::contribution::{Contribution, Ending, Withdraw};
@@ -36,6 +37,20 @@ pub enum OpenFile {
         publication: Arc<Publication>,
         /// Stays while the file is open: the version that `weights` shows, or the inode of `publish`.
         _keeps: Box<dyn Any + Send + Sync>,
+    },
+    /// A file to be renamed.
+    Temporary {
+        /// The file's model.
+        tree: Arc<ModelTree>,
+        /// Its bytes.
+        file: Arc<Temporary>,
+    },
+    /// Reads a file that came with the model.
+    Companion {
+        /// The file's model.
+        tree: Arc<ModelTree>,
+        /// The number of the file.
+        index: usize,
     },
     /// Reads (and for `control/*` writes) a small text.
     Text(TextFile),
@@ -82,6 +97,10 @@ impl Fs {
                 Ok(text) => with(Ok(part(text.as_bytes(), offset, len))),
                 Err(error) => with(Err(error)),
             },
+            OpenFile::Temporary { file, .. } => file.read(offset, len, |bytes| with(Ok(bytes))),
+            OpenFile::Companion { tree, index } => {
+                with(Ok(part(&tree.model.companions[*index].contents, offset, len)))
+            }
             OpenFile::Snapshot(capture) => capture.read(offset, len, |bytes| with(Ok(bytes))),
             OpenFile::Trace(trace) => trace.read(offset, len, |bytes| with(Ok(bytes))),
             OpenFile::Publication { tree, publication, .. } => {
@@ -116,7 +135,11 @@ impl OpenFile {
                 }
             }
             OpenFile::Text(text) => return text.write(offset, data),
-            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
+            OpenFile::Temporary { file, .. } => file.write(offset, data)?,
+            OpenFile::Version(_)
+            | OpenFile::Companion { .. }
+            | OpenFile::Snapshot(_)
+            | OpenFile::Trace(_) => {
                 return Err(CallError::new(libc::EBADF, "not open for writing"));
             }
         }
@@ -134,6 +157,8 @@ impl OpenFile {
             }
             OpenFile::Version(_)
             | OpenFile::Publication { .. }
+            | OpenFile::Temporary { .. }
+            | OpenFile::Companion { .. }
             | OpenFile::Text(_)
             | OpenFile::Snapshot(_)
             | OpenFile::Trace(_) => Err(CallError::new(
@@ -149,7 +174,7 @@ impl OpenFile {
             OpenFile::Contribution { contribution, .. } => contribution.commit(ending, done),
             OpenFile::Publication { publication, .. } => publication.commit(ending, done),
             OpenFile::Text(text) => text.end(done),
-            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => done(Ok(())),
+            _ => done(Ok(())),
         }
     }
 
@@ -159,7 +184,7 @@ impl OpenFile {
             OpenFile::Contribution { contribution, .. } => contribution.wrote(),
             OpenFile::Publication { publication, .. } => publication.wrote(),
             OpenFile::Text(text) => text.is_pending(),
-            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => false,
+            _ => false,
         }
     }
 
@@ -188,7 +213,7 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { .. } | OpenFile::Publication { .. } => true,
             OpenFile::Text(text) => text.is_writable(),
-            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => false,
+            _ => false,
         }
     }
 
@@ -197,7 +222,7 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { contribution, .. } => Some(contribution.withdrawal()),
             OpenFile::Publication { publication, .. } => publication.withdrawal(),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => None,
+            _ => None,
         }
     }
 
@@ -205,7 +230,7 @@ impl OpenFile {
     pub fn written_tree(&self) -> Option<&Arc<ModelTree>> {
         match self {
             OpenFile::Contribution { tree, .. } | OpenFile::Publication { tree, .. } => Some(tree),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => None,
+            _ => None,
         }
     }
 
@@ -223,9 +248,7 @@ impl OpenFile {
         match self {
             OpenFile::Version(file) => Some(file.reader.version()),
             OpenFile::Contribution { contribution, .. } => contribution.reader().map(|of| of.version()),
-            OpenFile::Publication { .. } | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
-                None
-            }
+            _ => None,
         }
     }
 
@@ -236,7 +259,7 @@ impl OpenFile {
             OpenFile::Contribution { contribution, .. } => contribution.truncated(),
             OpenFile::Publication { publication, .. } => publication.must_be_whole(),
             OpenFile::Text(text) => text.empty(),
-            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {}
+            _ => {}
         }
     }
 
@@ -246,7 +269,7 @@ impl OpenFile {
             OpenFile::Contribution { contribution, .. } => return contribution.take_back(done),
             OpenFile::Publication { publication, .. } => publication.take_back(),
             OpenFile::Text(text) => text.empty(),
-            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {}
+            _ => {}
         }
         done(Ok(()));
     }
@@ -256,7 +279,7 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { contribution, .. } => contribution.extended(),
             OpenFile::Publication { publication, .. } => publication.extended(),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {}
+            _ => {}
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod closing;
 mod opening;
+mod renaming;
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -259,6 +260,7 @@ impl Calls {
             self.fs.check_truncation(ino, size).and_then(|()| fh.map(|fh| self.files.get(fh)).transpose());
         match (open, size) {
             (Err(error), _) => return done(Err(error)),
+            (Ok(_), size) if let Some(file) = self.fs.temporary_of(ino) => return done(file.resize(size)),
             (Ok(Some(open)), 0) => {
                 return open.file.take_back(self.waits.guard(tid, done, None, |()| {}));
             }
@@ -342,6 +344,7 @@ impl Started {
                     calls.fs.drop_leftovers(&*kernel);
                     for tree in calls.fs.trees() {
                         tree.model.times.sample(&tree.model.job);
+                        tree.temporaries.forget_dead(|id| tree.model.learner(id).is_ok());
                         tree.model.learners().iter().for_each(|learner| learner.report_progress());
                     }
                     wait_log.check(calls.fs.shown().iter().map(|tree| &*tree.model));

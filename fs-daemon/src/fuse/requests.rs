@@ -7,16 +7,18 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use fuser::{
-    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, InitFlags,
-    IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags, PollNotifier, RenameFlags,
-    ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry,
-    ReplyIoctl, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
+    InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags, PollNotifier,
+    RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
+    ReplyEntry, ReplyIoctl, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow,
+    WriteFlags,
 };
 
 use super::Binding;
-use super::calls::Wake;
+use super::calls::{Opened, Wake};
 use super::refusals::Caller;
 use super::users::Holder;
+use crate::fs::node::FileKind;
 use crate::fs::{Attributes, Keep};
 use crate::session::error::{CallResult, Done};
 
@@ -146,8 +148,14 @@ impl Filesystem for Binding {
         self.fs().remove_dir(parent.0, name, answer(caller, reply));
     }
 
-    fn unlink(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
-        reply.error(Errno::EPERM);
+    fn unlink(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let outcome = self.fs().remove_file(parent.0, name);
+        answer(self.caller("unlink", parent, request), reply)(outcome);
+    }
+
+    fn readlink(&self, request: &Request, ino: INodeNo, reply: ReplyData) {
+        let caller = self.caller("readlink", ino, request);
+        answered!(caller, reply, self.fs().read_link(ino.0), path => reply.data(path.as_bytes()))
     }
 
     fn mknod(
@@ -173,22 +181,34 @@ impl Filesystem for Binding {
         _flags: i32,
         reply: ReplyCreate,
     ) {
-        let error = self.fs().refuse_file(parent.0, name);
-        self.caller("create", parent, request).warn(&error);
-        reply.error(Errno::from_i32(error.errno));
+        let owner = (request.uid(), request.gid());
+        match self.calls.create(parent.0, name, owner, request.pid()) {
+            Ok((a, Opened { fh, .. })) => {
+                let (handle, flags) = (FileHandle(fh), FopenFlags::FOPEN_DIRECT_IO);
+                reply.created(&attr_ttl(&a), &attr(&a), Generation(0), handle, flags);
+            }
+            Err(error) => {
+                self.caller("create", parent, request).warn(&error);
+                reply.error(Errno::from_i32(error.errno));
+            }
+        }
     }
 
     fn rename(
         &self,
-        _request: &Request,
-        _parent: INodeNo,
-        _name: &OsStr,
-        _newparent: INodeNo,
-        _newname: &OsStr,
-        _flags: RenameFlags,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        newparent: INodeNo,
+        newname: &OsStr,
+        flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        reply.error(Errno::EPERM);
+        if !flags.is_empty() {
+            return reply.error(Errno::EINVAL);
+        }
+        let done = answer(self.caller("rename", parent, request), reply);
+        self.calls.rename((parent.0, name), (newparent.0, newname), request.pid(), done);
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
@@ -282,8 +302,7 @@ impl Filesystem for Binding {
     ) {
         let caller = self.caller("readdir", ino, request);
         let listed = self.fs().list(ino.0, offset, |entry| {
-            let kind = if entry.is_dir { FileType::Directory } else { FileType::RegularFile };
-            !reply.add(INodeNo(entry.ino), entry.next, kind, &entry.name)
+            !reply.add(INodeNo(entry.ino), entry.next, file_type(entry.node.kind()), &entry.name)
         });
         answered!(caller, reply, listed, () => reply.ok())
     }
@@ -414,6 +433,14 @@ impl Filesystem for Binding {
     }
 }
 
+fn file_type(kind: FileKind) -> FileType {
+    match kind {
+        FileKind::Dir => FileType::Directory,
+        FileKind::File => FileType::RegularFile,
+        FileKind::Link => FileType::Symlink,
+    }
+}
+
 /// How long the kernel may keep a name or attributes that do not change.
 pub(super) const FOREVER: Duration = Duration::from_secs(86_400);
 /// Long enough for a thousand paths through a directory, and too short for a person to see.
@@ -429,7 +456,7 @@ pub(super) fn attr(a: &Attributes) -> FileAttr {
         mtime: a.modified,
         ctime: a.modified,
         crtime: a.modified,
-        kind: if a.is_dir { FileType::Directory } else { FileType::RegularFile },
+        kind: file_type(a.kind),
         perm: a.mode,
         nlink: a.links,
         uid: a.uid,

@@ -16,6 +16,7 @@ use super::explained::explained;
 use super::file_headers::refuse_header;
 use super::learner::{Learner, LearnerUse};
 use super::model::Model;
+use super::named::NamedWrites;
 use super::times::Waits;
 use super::written::Written;
 use crate::own_thread::on_own_thread;
@@ -55,6 +56,8 @@ pub struct Contribution {
     ships_mapping: bool,
     /// The reader of a file with both faces: after each step it shows the newest version.
     reader: Option<Mutex<Arc<Reader>>>,
+    /// What is written is a safetensors file, and not bytes at the model's offsets.
+    named: Option<NamedWrites>,
     /// The writes here since the last end.
     written: Mutex<Written>,
     /// Into which of the learner's contributions; 0 for none.
@@ -81,12 +84,18 @@ impl Contribution {
             learner,
             ships_mapping,
             reader: reader.map(|reader| Mutex::new(Arc::new(reader))),
+            named: None,
             written: Mutex::default(),
             share: AtomicU64::new(0),
             timed_out: AtomicBool::new(false),
             declared: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
         }
+    }
+
+    /// The same for a file that is written by tensors' names.
+    pub fn by_names(self) -> Contribution {
+        Contribution { named: Some(NamedWrites::new(&self.model.layout)), ..self }
     }
 
     /// Nobody writes here any more. The data written so far may still be committed or aborted. Of the mapping, a close
@@ -117,12 +126,14 @@ impl Contribution {
 
     /// The file was opened with O_TRUNC.
     pub fn truncated(&self) {
-        self.written.lock().truncate();
+        if self.named.is_none() {
+            self.written.lock().truncate();
+        }
     }
 
     /// The file was truncated to the model's size: what nobody writes is zeros that were written.
     pub fn extended(&self) {
-        if !self.ships_mapping {
+        if !self.ships_mapping && self.named.is_none() {
             self.written.lock().extend();
         }
     }
@@ -137,6 +148,7 @@ impl Contribution {
         let has_doubt = self.ships_mapping || self.timed_out.load(Ordering::Relaxed);
         if !(self.is_begun() || has_doubt && contributor.is_in_doubt()) {
             self.written.lock().begin_anew();
+            self.named.iter().for_each(NamedWrites::begin_anew);
             return done(Ok(()));
         }
         // What others have begun since is theirs.
@@ -216,26 +228,71 @@ impl Contribution {
     /// With nothing changed: EFBIG past the end, EINVAL for bytes already sent, EBUSY while a commit runs, ECANCELED
     /// below `min_learners`, EIO when others have dropped what was written here.
     pub fn write(&self, offset: u64, data: &[u8]) -> CallResult<Wrote> {
-        let mut share = self.share();
         let began = Instant::now();
-        let outcome = refuse_header(offset, data).and_then(|()| {
-            let outcome = self.learner.contributor.write(&mut share, offset, data, self.model.timeout());
-            outcome.map_err(|error| explained(&self.model, error))
-        });
+        let outcome = match &self.named {
+            None => refuse_header(offset, data).and_then(|()| self.place(offset, data)),
+            Some(_) if !self.can_write() => Ok(Wrote::Asks),
+            Some(named) => {
+                named.write(offset, data, |at, bytes| self.place_now(at, bytes)).map(|()| Wrote::Taken)
+            }
+        };
         self.learner.times.wrote(began);
-        if let Share::Of(number) = share {
-            self.share.store(number, Ordering::Relaxed);
-        }
         if !matches!(outcome, Ok(Wrote::Asks)) {
             self.written.lock().note(offset, data.len(), &outcome);
         }
         outcome.inspect_err(|error| self.learner.refusal.note(error, true))
     }
 
+    /// Writes bytes of the model.
+    fn place(&self, offset: u64, data: &[u8]) -> CallResult<Wrote> {
+        let mut share = self.share();
+        let outcome = self.learner.contributor.write(&mut share, offset, data, self.model.timeout());
+        if let Share::Of(number) = share {
+            self.share.store(number, Ordering::Relaxed);
+        }
+        outcome.map_err(|error| explained(&self.model, error))
+    }
+
+    /// Whether a write would be taken without a question for the step.
+    pub fn can_write(&self) -> bool {
+        self.learner.contributor.can_write()
+    }
+
+    /// `done` hears when a write can be taken, within the job's timeout.
+    pub fn name_step(&self, done: Done<()>) {
+        let model = Arc::clone(&self.model);
+        self.learner.contributor.ask_step(self.model.timeout(), move |outcome| {
+            done(outcome.map_err(|error| explained(&model, error)));
+        });
+    }
+
+    /// [`Self::write`] where a write is taken.
+    ///
+    /// # Errors
+    /// As that has them, and EBUSY.
+    pub fn write_now(&self, offset: u64, data: &[u8]) -> CallResult<()> {
+        match self.write(offset, data)? {
+            Wrote::Taken => Ok(()),
+            Wrote::Asks => Err(self.refused(offset, data.len(), ContributeError::Busy)),
+        }
+    }
+
+    /// The same where the step is known.
+    fn place_now(&self, offset: u64, data: &[u8]) -> CallResult<()> {
+        match self.place(offset, data)? {
+            Wrote::Taken => Ok(()),
+            // Another program's contribution has begun and ended meanwhile.
+            Wrote::Asks => Err(explained(&self.model, ContributeError::Busy)),
+        }
+    }
+
     /// Why what was written here must not count.
     fn check(&self, ending: Ending) -> CallResult<()> {
         let written = self.written.lock();
         written.check_refused(ending == Ending::Close)?;
+        if let Some(named) = &self.named {
+            return named.check_end();
+        }
         // What others have written into the contribution is part of it, and one that others have ended is judged.
         let contributor = &self.learner.contributor;
         let is_in = self.model.job.has_learner(self.learner.id);
@@ -471,6 +528,7 @@ impl Contribution {
         self.timed_out.store(false, Ordering::Relaxed);
         // What a truncated file is written with next is to be whole, too.
         self.written.lock().begin_anew();
+        self.named.iter().for_each(NamedWrites::begin_anew);
     }
 
     /// Reads the newest version from now on, if it reads.

@@ -69,6 +69,15 @@ pub struct SharedDisk {
     pub users: usize,
 }
 
+/// A file that came with a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Companion {
+    /// Its name.
+    pub name: String,
+    /// Its bytes.
+    pub contents: Vec<u8>,
+}
+
 /// Something of which one is there at a time.
 #[derive(Default)]
 pub struct OnlyOne(Mutex<Weak<()>>);
@@ -99,6 +108,8 @@ pub struct Model {
     pub times: Arc<ModelTimes>,
     /// `__metadata__` of the file it came from.
     pub metadata: BTreeMap<String, String>,
+    /// Files that came with the model: configuration, tokenizer.
+    pub companions: Vec<Companion>,
     /// Why the last call of the mount's own learner failed, whether it is in the job or not.
     pub own_refusal: Arc<LastRefusal>,
     /// Name of the mount's own learner, which joins when it is first needed.
@@ -133,6 +144,7 @@ impl Model {
             traffic: Arc::default(),
             times: Arc::default(),
             metadata,
+            companions: Vec::new(),
             own_refusal: Arc::default(),
             own_name,
             snapshots,

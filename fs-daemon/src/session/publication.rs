@@ -14,6 +14,7 @@ use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::file_headers::refuse_header;
 use super::model::Model;
+use super::named::NamedWrites;
 use super::written::Written;
 use crate::own_thread::on_own_thread;
 
@@ -21,6 +22,8 @@ use crate::own_thread::on_own_thread;
 pub struct Publication {
     model: Arc<Model>,
     publisher: Mutex<Option<Arc<Publisher>>>,
+    /// What is written is a safetensors file, and not bytes at the model's offsets.
+    named: Option<NamedWrites>,
     /// The writes since the last end.
     written: Mutex<Written>,
     /// The memory that a program may map.
@@ -57,7 +60,12 @@ impl Publication {
 
     fn new(model: &Arc<Model>, publisher: Option<Arc<Publisher>>, mapped: Option<Mapped>) -> Publication {
         let (model, publisher) = (Arc::clone(model), Mutex::new(publisher));
-        Publication { model, publisher, written: Mutex::default(), mapped }
+        Publication { model, publisher, named: None, written: Mutex::default(), mapped }
+    }
+
+    /// The same for a file that is written by tensors' names.
+    pub fn by_names(self) -> Publication {
+        Publication { named: Some(NamedWrites::new(&self.model.layout)), ..self }
     }
 
     /// The memory to map, if it may be mapped.
@@ -82,12 +90,14 @@ impl Publication {
 
     /// The coming commit is to take all bytes or nothing, if nothing was written yet.
     pub fn must_be_whole(&self) {
-        self.written.lock().truncate();
+        if self.named.is_none() {
+            self.written.lock().truncate();
+        }
     }
 
     /// The file was truncated to the model's size: what is not written is zeros. (A program that maps gets its size so.)
     pub fn extended(&self) {
-        if self.mapped.is_none() {
+        if self.mapped.is_none() && self.named.is_none() {
             self.written.lock().extend();
         }
     }
@@ -96,9 +106,9 @@ impl Publication {
     pub fn take_back(&self) {
         let written = self.publisher.lock().take_if(|publisher| publisher.is_open());
         drop(written);
-        let mut written = self.written.lock();
-        written.begin_anew();
-        written.truncate();
+        self.written.lock().begin_anew();
+        self.named.iter().for_each(NamedWrites::begin_anew);
+        self.must_be_whole();
     }
 
     /// Writes. Bytes may be written again until the commit.
@@ -106,7 +116,10 @@ impl Publication {
     /// # Errors
     /// EFBIG past the end, EINVAL while a commit runs; EACCES and ENOMEM as for [`Self::open`].
     pub fn write(&self, offset: u64, data: &[u8]) -> CallResult<()> {
-        let outcome = refuse_header(offset, data).and_then(|()| self.store(offset, data));
+        let outcome = match &self.named {
+            None => refuse_header(offset, data).and_then(|()| self.store(offset, data)),
+            Some(named) => named.write(offset, data, |at, bytes| self.store(at, bytes)),
+        };
         self.written.lock().note(offset, data.len(), &outcome);
         outcome.inspect_err(|error| self.model.own_refusal.note(error, true))
     }
@@ -150,7 +163,10 @@ impl Publication {
 
     /// Publishes this. `holes`: whether its holes could be written.
     fn commit_written(&self, written: &Written, holes: CallResult<()>, ending: Ending, done: Done<()>) {
-        let refused = written.check_refused(ending == Ending::Close).and(holes);
+        let named = self.named.as_ref();
+        let whole = named.map_or(Ok(()), NamedWrites::check_end);
+        named.iter().for_each(|named| named.begin_anew());
+        let refused = written.check_refused(ending == Ending::Close).and(holes).and(whole);
         let is_mapped = ending == Ending::Step && !self.is_open() && refused.is_ok();
         if let Some(mapped) = self.mapped.as_ref().filter(|_| is_mapped) {
             // The mapping is whole, as a truncated file is to be.
@@ -170,7 +186,10 @@ impl Publication {
             }
             done(outcome);
         };
-        let narrow = refused.and_then(|()| written.check_narrow(&self.model.layout));
+        let narrow = refused.and_then(|()| match self.named {
+            None => written.check_narrow(&self.model.layout),
+            Some(_) => Ok(None),
+        });
         let must_be_whole = written.is_truncated() && !is_whole;
         let checked = narrow.and_then(|hint| {
             if let Some(hint) = hint.filter(|_| !written.is_truncated()) {

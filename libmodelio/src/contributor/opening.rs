@@ -132,6 +132,12 @@ impl Contributor {
         }
     }
 
+    /// Whether a write would be taken now, without a question for the step.
+    pub fn can_write(&self) -> bool {
+        let state = self.state.lock();
+        state.step.is_some() || self.knows_step(&state)
+    }
+
     fn knows_step(&self, state: &ContributorState) -> bool {
         state.asking.answer.is_some() || self.job.knows_step(self.learner)
     }

@@ -89,6 +89,7 @@ fn defaults() {
         mount(&[]).unwrap(),
         MountConfig {
             mounting: crate::config::Mounting {
+                with_files: None,
                 mountpoint: "/mnt".into(),
                 threads: 2,
                 allow_other: false,

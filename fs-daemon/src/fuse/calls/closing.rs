@@ -31,7 +31,7 @@ impl Calls {
             Ok(open) => open,
             Err(error) => return done(Err(error)),
         };
-        let Some(users) = &open.users else { return done(Ok(())) };
+        let Some(users) = &open.users else { return self.flush_renamed(&open, by.tid, done) };
         users.note_closer(by);
         // Where descriptors cannot be seen, a file that was truncated alone may still be written: a shell's `>` closes
         // it first. The close of another process says nothing then.
@@ -89,8 +89,10 @@ impl Calls {
     pub fn release(&self, fh: u64) {
         let Some(open) = self.files.remove(fh) else { return };
         self.pollers.lock().remove(&fh);
-        if let OpenFile::Contribution { contribution, .. } = &open.file {
-            contribution.closed();
+        match &open.file {
+            OpenFile::Contribution { contribution, .. } => contribution.closed(),
+            OpenFile::Temporary { tree, file } => tree.temporaries.closed(file),
+            _ => {}
         }
         if open.users.is_some() {
             let is_unfinished = open.file.is_unfinished();

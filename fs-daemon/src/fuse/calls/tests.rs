@@ -14,7 +14,7 @@ use ps_backend::server::local;
 
 use super::*;
 use crate::fs::Way;
-use crate::fs::node::{File, MapsTo, Node};
+use crate::fs::node::{File, FileKind, MapsTo, Node};
 use crate::fs::text;
 use crate::fs::{Attributes, Keep};
 use crate::fuse::calls::Opened;
@@ -231,7 +231,7 @@ fn directories_of_tensors_are_part_of_their_version() {
         let w = fs.lookup(b.ino, OsStr::new("w.npy")).unwrap();
         assert!([top, a.ino, b.ino, w.ino].into_iter().all(|ino| seen.insert(ino)), "{way}");
         for (parent, dir, links) in [(top, a, 3), (a.ino, b, 2)] {
-            assert!(dir.is_dir && fs.is_fixed(parent, dir.ino), "{way}");
+            assert!((dir.kind == FileKind::Dir) && fs.is_fixed(parent, dir.ino), "{way}");
             assert_eq!((dir.links, dir.mode, dir.keep), (links, 0o755, Keep::Forever), "{way}");
             let mut entries = Vec::new();
             fs.list(dir.ino, 0, |entry| {
@@ -241,7 +241,7 @@ fn directories_of_tensors_are_part_of_their_version() {
             .unwrap();
             assert_eq!(entries[..2], [(".".to_owned(), dir.ino), ("..".to_owned(), parent)], "{way}");
         }
-        assert!(!w.is_dir && fs.is_fixed(b.ino, w.ino));
+        assert!((w.kind == FileKind::File) && fs.is_fixed(b.ino, w.ino));
         // The kernel's interest in any of the directories keeps the version.
         fs.forget(w.ino, 1);
         fs.forget(a.ino, 1);
@@ -273,7 +273,7 @@ fn learners_join_and_leave_beside_other_requests() {
     assert_eq!(mounted.fs.lookup(learners, OsStr::new("a")).unwrap_err().errno, libc::ENOENT);
     answer.send(()).unwrap();
     let dir = made.recv_timeout(PATIENCE).unwrap().unwrap();
-    assert_eq!((dir.is_dir, dir.uid, dir.gid), (true, 1000, 100));
+    assert_eq!((dir.kind == FileKind::Dir, dir.uid, dir.gid), (true, 1000, 100));
     assert!(mounted.fs.lookup(learners, OsStr::new("a")).is_ok());
 
     let answer = mounted.slow_down();
