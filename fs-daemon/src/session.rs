@@ -10,6 +10,7 @@
 //! Nothing here blocks for long either: an operation that has to wait takes a callback, and has a deadline.
 //! Only joining and leaving wait for the job's answer.
 
+pub mod all_reduce;
 pub mod capture;
 pub mod contribution;
 pub mod disk;

@@ -26,7 +26,9 @@ pub use checksum::Checksum;
 pub use codec::{append_frame, frame};
 pub use error::WireError;
 pub use header::{HEADER, Header, Payload};
-pub use message::{Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, Work};
+pub use message::{
+    Granted, JobState, LearnerState, Message, Plan, PlanSource, ReduceOp, Refusal, Role, Work,
+};
 pub use moved::{DataKind, Moved};
 pub use receiver::{Received, Receiver};
 pub use record::{MAX_MODEL_NAME, RecordError, check_model_name};
@@ -38,6 +40,9 @@ pub use registry::{
 /// The most bytes of a model that is small: a contribution goes with its commit, and a version with the state that
 /// announces it.
 pub const MAX_SMALL_MODEL: u32 = 256 << 10;
+
+/// The most numbers that a learner gives in one [`Message::AllReduce`].
+pub const MAX_ALL_REDUCE: usize = 64;
 
 /// Longest body, in bytes.
 pub const MAX_BODY: u32 = 1 << 20;
@@ -131,12 +136,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V11 = 11,
     /// Clients take no turns before the commits.
+    ///
+    /// This program does not speak it any more.
     V12 = 12,
+    /// Learners reduce numbers among themselves.
+    V13 = 13,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V12;
+    pub const NEWEST: Protocol = Protocol::V13;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -149,7 +158,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            12 => Ok(Protocol::V12),
+            13 => Ok(Protocol::V13),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

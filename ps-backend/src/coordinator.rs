@@ -19,6 +19,7 @@
 //! | `plans::setbacks`, `clients::requests`, `plans::answers` | the events: work that cannot go on, requests, answers of shards |
 //! | `moving`, `deadlines` | a model that moves, and the passing of time |
 
+mod all_reduce;
 mod clients;
 mod deadlines;
 mod health;
@@ -52,6 +53,7 @@ use libmodelio::wire::{Message, Refusal};
 use serde::{Deserialize, Serialize};
 
 use crate::core::{JobCore, Now};
+use all_reduce::AllReduce;
 use clients::{Client, GivenUp};
 use health::Health;
 use job_states::SentStates;
@@ -106,9 +108,7 @@ pub struct CoordinatorCore {
     health: Health,
     #[serde(skip)]
     local_shard: LocalShard,
-    /// Clients that send nothing for a plan learn when it begins.
-    #[serde(skip)]
-    announces: bool,
+    all_reduce: AllReduce,
     /// New weights that a client writes, by its token, while other work is under way.
     #[serde(skip)]
     open_next: Option<(ClientId, u64)>,
@@ -144,7 +144,7 @@ impl CoordinatorCore {
             states: SentStates::default(),
             health: Health::default(),
             local_shard: LocalShard::default(),
-            announces: false,
+            all_reduce: AllReduce::default(),
             open_next: None,
             made_from: MadeFrom::default(),
         })
@@ -166,7 +166,9 @@ impl CoordinatorCore {
     /// Clients that send nothing for a plan that makes a version learn when it begins. They may follow it.
     #[must_use]
     pub fn announces_plans(self) -> CoordinatorCore {
-        CoordinatorCore { announces: true, ..self }
+        let mut announcing = self;
+        announcing.states.announce_plans();
+        announcing
     }
 
     /// The only client and the only shard are in this process. So staging memory is not lost while the job lives, the

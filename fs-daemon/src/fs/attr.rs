@@ -138,6 +138,7 @@ impl Fs {
             | File::LearnerNamedGradients(_)
             | File::NamedPublish
             | File::LearnerNamedPublish(_)
+            | File::LearnerAllReduce(_)
             | File::HuggingFace => sized(0),
             File::RetainedHuggingFace(v) => of_version(0, v)?,
             File::Companion(i) => {
@@ -203,7 +204,7 @@ impl Fs {
     pub fn check_truncation(&self, ino: u64, size: u64) -> CallResult<()> {
         match self.node(ino)? {
             Node::Model(_, File::Control(_) | File::LearnerWeight(_) | File::Temporary(_)) => Ok(()),
-            Node::Model(_, file) if file.is_named() => Ok(()),
+            Node::Model(_, file) if file.is_named() || matches!(file, File::LearnerAllReduce(_)) => Ok(()),
             Node::Model(
                 _,
                 File::Gradients(_)
@@ -262,7 +263,7 @@ pub struct Space {
 }
 
 /// A learner's directory and what is in it.
-const FILES_OF_LEARNER: u64 = 11;
+const FILES_OF_LEARNER: u64 = 12;
 
 /// The use of an inode.
 fn use_of(node: Node) -> FileUse {
@@ -275,6 +276,7 @@ fn use_of(node: Node) -> FileUse {
             | File::LearnerGradients(..)
             | File::Device
             | File::Publish(_)
+            | File::LearnerAllReduce(_)
             | File::Temporary(_),
         ) => FileUse::Contribute,
         Node::Model(_, file) if file.is_named() => FileUse::Contribute,

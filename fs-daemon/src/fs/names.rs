@@ -352,6 +352,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("gradients", File::LearnerGradients(id, MapsTo::PageCache)),
             ("gradients.safetensors", File::LearnerNamedGradients(id)),
             ("publish.safetensors", File::LearnerNamedPublish(id)),
+            ("all_reduce", File::LearnerAllReduce(id)),
             ("version", File::LearnerVersion(id)),
             ("weight", File::LearnerWeight(id)),
             ("status", File::LearnerStatus(id)),

@@ -101,6 +101,8 @@ pub enum File {
     RetainedHuggingFace(Version),
     /// A file of these two that came with the model, by index.
     Companion(u32),
+    /// `learners/<id>/all_reduce`.
+    LearnerAllReduce(LearnerId),
     /// `snapshot`.
     Snapshot,
     /// `control/`.
@@ -174,7 +176,7 @@ const OF_VERSION: [fn(Version) -> File; 7] = [
     File::RetainedHuggingFace,
 ];
 /// Files of which a learner has one each.
-const OF_LEARNER: [fn(LearnerId) -> File; 10] = [
+const OF_LEARNER: [fn(LearnerId) -> File; 11] = [
     File::Learner,
     |id| File::LearnerGradients(id, MapsTo::PageCache),
     |id| File::LearnerGradients(id, MapsTo::Memory),
@@ -185,6 +187,7 @@ const OF_LEARNER: [fn(LearnerId) -> File; 10] = [
     File::LearnerTensors,
     File::LearnerNamedGradients,
     File::LearnerNamedPublish,
+    File::LearnerAllReduce,
 ];
 
 impl File {
@@ -274,6 +277,7 @@ impl File {
             | File::LearnerTensors(id)
             | File::LearnerNamedGradients(id)
             | File::LearnerNamedPublish(id)
+            | File::LearnerAllReduce(id)
             | File::LearnerError(id) => Some(id),
             _ => None,
         }

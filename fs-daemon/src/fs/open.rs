@@ -9,6 +9,7 @@ use super::model_tree::{ModelTree, safetensors_header};
 use super::node::{File, MapsTo, Node};
 use super::open_file::{OpenFile, VersionFile};
 use super::{Fs, stale};
+use crate::session::all_reduce::AllReduceFile;
 use crate::session::capture::Capture;
 use crate::session::contribution::Contribution;
 use crate::session::error::{CallError, CallResult, Done};
@@ -329,6 +330,11 @@ impl Fs {
                 let (tree, publication) = (Arc::clone(tree), Publication::open(model)?.by_names());
                 let publication = Arc::new(publication);
                 Ok((OpenFile::Publication { tree, publication, _keeps: Box::new(()) }, Way::Direct))
+            }
+            File::LearnerAllReduce(id) => {
+                request.no_append()?;
+                let learner = model.learner(id)?;
+                Ok((OpenFile::AllReduce(AllReduceFile::new(Arc::clone(model), learner)), Way::Direct))
             }
             File::Temporary(number) => {
                 let file = tree.temporaries.get(number).ok_or_else(CallError::not_found)?;

@@ -11,6 +11,7 @@ use super::Fs;
 use super::model_tree::ModelTree;
 use super::temporary::Temporary;
 use super::text_file::TextFile;
+use crate::session::all_reduce::AllReduceFile;
 use crate::session::capture::Capture;
 use crate::session::contribution::{Contribution, Ending, Withdraw};
 use crate::session::error::{CallError, CallResult, Done};
@@ -45,6 +46,8 @@ pub enum OpenFile {
         /// Its bytes.
         file: Arc<Temporary>,
     },
+    /// Reduces numbers of a learner with those of others.
+    AllReduce(AllReduceFile),
     /// Reads a file that came with the model.
     Companion {
         /// The file's model.
@@ -98,6 +101,7 @@ impl Fs {
                 Err(error) => with(Err(error)),
             },
             OpenFile::Temporary { file, .. } => file.read(offset, len, |bytes| with(Ok(bytes))),
+            OpenFile::AllReduce(of) => with(Ok(part(&of.results(offset), 0, len))),
             OpenFile::Companion { tree, index } => {
                 with(Ok(part(&tree.model.companions[*index].contents, offset, len)))
             }
@@ -137,6 +141,7 @@ impl OpenFile {
             OpenFile::Text(text) => return text.write(offset, data),
             OpenFile::Temporary { file, .. } => file.write(offset, data)?,
             OpenFile::Version(_)
+            | OpenFile::AllReduce(_)
             | OpenFile::Companion { .. }
             | OpenFile::Snapshot(_)
             | OpenFile::Trace(_) => {
@@ -158,6 +163,7 @@ impl OpenFile {
             OpenFile::Version(_)
             | OpenFile::Publication { .. }
             | OpenFile::Temporary { .. }
+            | OpenFile::AllReduce(_)
             | OpenFile::Companion { .. }
             | OpenFile::Text(_)
             | OpenFile::Snapshot(_)

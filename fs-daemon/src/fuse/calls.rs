@@ -220,6 +220,9 @@ impl Calls {
         {
             users.note_writer(by);
         }
+        if let OpenFile::AllReduce(of) = &open.file {
+            return of.give(offset, data, self.waits.guard(by.tid, Box::new(done), None, |()| {}));
+        }
         match (open.file.write(offset, data, from_mapping), &open.file) {
             (Ok(Wrote::Asks), OpenFile::Contribution { contribution, .. }) => {
                 let guarded = |named| self.waits.guard(by.tid, named, None, |()| {});

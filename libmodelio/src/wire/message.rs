@@ -41,6 +41,20 @@ pub enum Role {
     Admin,
 }
 
+/// How numbers of all learners become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display, strum::EnumString)]
+#[strum(serialize_all = "lowercase")]
+pub enum ReduceOp {
+    /// Their sum.
+    Sum,
+    /// Their mean.
+    Mean,
+    /// The least one.
+    Min,
+    /// The greatest one.
+    Max,
+}
+
 // Messages are moved several times between queues, and a list of some must be no large allocation.
 const _: () = assert!(size_of::<Message>() <= 144);
 
@@ -685,6 +699,25 @@ pub enum Message {
         plan: PlanId,
         /// The clients, and the numbers of their blocks.
         clients: Vec<(ClientId, u32)>,
+    },
+
+    // -- learners among themselves, by the coordinator
+    /// Numbers of a learner, to be reduced with those of all others in the job. Answered by `AllReduced` once all have
+    /// given theirs.
+    AllReduce {
+        /// The learner.
+        learner: LearnerId,
+        /// How they are reduced.
+        op: ReduceOp,
+        /// The numbers, at most [`super::MAX_ALL_REDUCE`].
+        values: Vec<f64>,
+        /// For how long they may wait for the others, in milliseconds.
+        timeout_ms: u32,
+    },
+    /// The answer: the results, in the order of the numbers.
+    AllReduced {
+        /// The results.
+        values: Vec<f64>,
     },
 }
 

@@ -662,6 +662,15 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(PlanId), vec((id64(ClientId), any::<u32>()), 0..4))
             .prop_map(|(plan, clients)| Message::Lacking { plan, clients })
             .boxed(),
+        (learner(), vec(-1e9..1e9f64, 0..5), any::<u32>())
+            .prop_map(|(learner, values, timeout_ms)| Message::AllReduce {
+                learner,
+                op: ReduceOp::Mean,
+                values,
+                timeout_ms,
+            })
+            .boxed(),
+        vec(-1e9..1e9f64, 0..5).prop_map(|values| Message::AllReduced { values }).boxed(),
     ]
 }
 

@@ -1,6 +1,7 @@
 //! The passing of time.
 
 use libmodelio::vocabulary::shard_error::ShardError;
+use libmodelio::wire::Message;
 
 use super::plans::Run;
 use super::{Action, CoordinatorCore, REPEAT};
@@ -11,7 +12,8 @@ impl CoordinatorCore {
     pub fn next_deadline(&self) -> Now {
         let repeat = self.run.as_ref().map(Run::repeat_at);
         let core = [self.core.next_deadline(), self.core.next_overdue()];
-        let deadlines = [Some(self.states.sent_at() + REPEAT), repeat].into_iter().chain(core);
+        let own = [Some(self.states.sent_at() + REPEAT), repeat, self.all_reduce.next_deadline()];
+        let deadlines = own.into_iter().chain(core);
         deadlines.flatten().min().unwrap_or(Now::MAX)
     }
 
@@ -24,6 +26,10 @@ impl CoordinatorCore {
         for learner in self.core.overdue(now) {
             let late = "a shard has not read the contribution in time: it is dropped";
             self.reclaim(learner, ShardError::TimedOut(late.into()), now, actions);
+        }
+        for (client, asked) in self.all_reduce.take_late(now) {
+            let late = ShardError::TimedOut("other learners have not given their numbers".into());
+            self.answer(client, asked, Message::Refused(late.into()), actions);
         }
         self.repeat(now, actions);
         if now >= self.states.sent_at() + REPEAT {

@@ -16,9 +16,22 @@ pub(super) struct SentStates {
     are_outdated: bool,
     /// When all clients were last sent one, or were found to know it.
     sent_at: Now,
+    /// Clients that send nothing for a plan learn when it begins.
+    #[serde(skip)]
+    announces_plans: bool,
 }
 
 impl SentStates {
+    /// Clients that send nothing for a plan learn when it begins.
+    pub(super) fn announce_plans(&mut self) {
+        self.announces_plans = true;
+    }
+
+    /// Whether they do.
+    pub(super) fn announces_plans(&self) -> bool {
+        self.announces_plans
+    }
+
     /// The state is another one now.
     pub(super) fn outdated(&mut self) {
         self.are_outdated = true;

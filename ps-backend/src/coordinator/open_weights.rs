@@ -22,7 +22,7 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        if !self.announces || self.core.is_held() || self.core.may_assign().is_err() {
+        if !self.states.announces_plans() || self.core.is_held() || self.core.may_assign().is_err() {
             return;
         }
         if self.run.is_some() || !self.queue.is_empty() {

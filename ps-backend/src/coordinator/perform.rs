@@ -36,6 +36,7 @@ impl CoordinatorCore {
                 }
                 core::Action::Left { learner, reason } => {
                     self.states.outdated();
+                    self.all_reduce.leave(learner);
                     let owner = self.owners.remove(&learner);
                     if let Some(owner) = owner
                         && let Some(client) = self.clients.get_mut(&owner)
@@ -51,6 +52,11 @@ impl CoordinatorCore {
         }
         if self.states.take_outdated() {
             self.send_state_to_all(now, actions);
+        }
+        let members = self.core.is_formed().then(|| self.core.learners());
+        if let Some((values, asked)) = members.and_then(|members| self.all_reduce.take_complete(members)) {
+            let answer = |(client, asked)| (client, asked, Message::AllReduced { values: values.clone() });
+            answers.extend(asked.into_iter().map(answer));
         }
         // Answers go after the state: a client that has its answer must know the outcome.
         for (client, asked, answer) in answers {

@@ -155,7 +155,7 @@ impl CoordinatorCore {
         self.progress.begin(now);
         self.run = Some(Run { id, plan, senders, start, stage, is_open, squares, waiting, repeat_at });
         self.repeat(now, actions);
-        if makes_version && self.announces {
+        if makes_version && self.states.announces_plans() {
             self.announce(id, actions);
         }
     }

@@ -22,7 +22,7 @@ const KEPT_REASON: usize = 100;
 type Connection = u64;
 
 /// A request's number, and the connection over which it first came.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Asked {
     pub(super) number: u64,
     over: Connection,

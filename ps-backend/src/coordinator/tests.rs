@@ -2,6 +2,7 @@
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
+mod all_reduce;
 mod moving;
 mod open_weights;
 mod remembering;

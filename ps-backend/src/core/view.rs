@@ -116,6 +116,16 @@ impl JobCore {
         self.members.iter().map(|(&learner, member)| view(learner, member, now)).collect()
     }
 
+    /// Whether all learners that the job waits for have joined.
+    pub fn is_formed(&self) -> bool {
+        self.formation.is_formed()
+    }
+
+    /// The learners in the job.
+    pub fn learners(&self) -> impl Iterator<Item = LearnerId> {
+        self.members.keys().copied()
+    }
+
     /// A learner in the job.
     pub fn member(&self, learner: LearnerId, now: Now) -> Option<MemberView> {
         self.members.get(&learner).map(|member| view(learner, member, now))

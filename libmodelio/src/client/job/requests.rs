@@ -19,7 +19,7 @@ use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::partly::MAX_PIECES;
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::{Message, Refusal};
+use crate::wire::{Message, ReduceOp, Refusal};
 
 /// The timeout of requests that nobody waits for.
 const BESIDE: Duration = Duration::from_secs(30);
@@ -357,6 +357,31 @@ impl Job {
         let mut actions = Vec::new();
         inner.core.touch(vec![learner], attached, &mut actions);
         self.shared.act(inner, actions);
+    }
+
+    /// Gives numbers of `learner` (at most [`MAX_ALL_REDUCE`](crate::wire::MAX_ALL_REDUCE)), to be reduced with those of
+    /// all learners in the job. `done` hears the results once all have given theirs, or before `timeout` is over an error;
+    /// these numbers do not count then. Numbers that the learner gives again take the place of the earlier ones.
+    pub fn all_reduce(
+        &self,
+        learner: LearnerId,
+        op: ReduceOp,
+        values: Vec<f64>,
+        timeout: Duration,
+        done: Done<Vec<f64>>,
+    ) {
+        if !self.has_learner(learner) {
+            return done(Err(ShardError::UnknownLearner(learner)));
+        }
+        let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
+        let answered = move |result| {
+            done(match result {
+                Ok(Message::AllReduced { values }) => Ok(values),
+                other => Err(unexpected(other)),
+            });
+        };
+        let message = Message::AllReduce { learner, op, values, timeout_ms };
+        self.request(message, timeout, Box::new(answered));
     }
 
     /// Checks a value of a setting as far as this client can judge it. The coordinator may still refuse it, because of

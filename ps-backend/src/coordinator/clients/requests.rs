@@ -363,6 +363,14 @@ impl CoordinatorCore {
                 self.states.outdated();
                 Some(Message::Done)
             }
+            Message::AllReduce { learner, op, values, timeout_ms } => {
+                let (learner, deadline) = (mine(learner)?, deadline(timeout_ms));
+                let before = self.all_reduce.give(learner, op, values, (id, asked), deadline)?;
+                if let Some((client, asked)) = before {
+                    self.answer(client, asked, Message::Refused(ShardError::Interrupted.into()), actions);
+                }
+                None
+            }
             other => return Err(Refusal::Role { what: other.name().to_owned() }),
         };
         if let Some(answer) = answer {

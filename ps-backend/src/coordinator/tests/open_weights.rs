@@ -10,7 +10,7 @@ const TOKEN: u64 = 7;
 /// Two clients with a learner each. The first one writes new weights, for which a plan has begun.
 fn writing() -> (Bench, Plan) {
     let mut bench = Bench::new();
-    bench.coordinator.announces = true;
+    bench.coordinator.states.announce_plans();
     bench.client(A, 2, Message::SetControl { name: "reducer".into(), value: "assign".into() });
     bench.said.clear();
     bench.client(A, 0, Message::WholeWeights { token: TOKEN });
