@@ -251,6 +251,20 @@ def test_closing_drops_final_bytes(mounted):
     os.close(fd)
 
 
+@also_on_network
+def test_a_truncation_drops_final_bytes(mounted):
+    mount = mounted()
+    fd, values = mapped(mount.model)
+    for step in range(1, 4):
+        values[:] = 1000
+        os.posix_fallocate(fd, 0, SIZE)
+        os.ftruncate(fd, 0)
+        values[:] = 1
+        os.fsync(fd)
+        assert mount.version() == step and (array(mount.model / "weights") == step).all()
+    os.close(fd)
+
+
 FINAL = """
 fd = os.open(argv[0], os.O_RDWR | os.O_DIRECT)
 memory = memoryview(mmap.mmap(fd, int(argv[1]))).cast("f")

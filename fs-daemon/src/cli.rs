@@ -46,6 +46,21 @@ pub enum Command {
         override_usage = "gradfs run [OPTIONS] -n <N|auto> MODEL -- COMMAND..."
     )]
     Run(RunArgs),
+    /// Run a PyTorch script as a data-parallel job: makes the model, mounts it, and starts learners
+    #[command(
+        after_help = include_str!("cli/help/launch.txt").trim_end(),
+        override_usage = "gradfs launch -n N [OPTIONS] SCRIPT [ARGUMENTS]..."
+    )]
+    Launch {
+        /// What python -m gradfs.launch is given
+        #[arg(
+            value_name = "ARGUMENTS",
+            required = true,
+            trailing_var_arg = true,
+            allow_hyphen_values = true
+        )]
+        args: Vec<OsString>,
+    },
     /// Shards on a network.
     #[command(flatten)]
     Cluster(cluster::ClusterCommand),

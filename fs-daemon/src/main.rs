@@ -15,6 +15,7 @@ mod device;
 mod error;
 mod fs;
 mod fuse;
+mod launch;
 mod logging;
 mod memory;
 mod metrics;
@@ -85,6 +86,7 @@ fn run(cli: Cli, given: &ArgMatches) -> Result<ExitCode, Error> {
             }
         }
         Command::Run(args) => return run::run(&args),
+        Command::Launch { args } => launch::run(&args),
         Command::Cluster(command) => {
             return run_cluster(command, &CLUSTER.layers(given, std::env::vars_os())?, ready);
         }

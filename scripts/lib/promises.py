@@ -123,7 +123,7 @@ def tests(root):
     """All tests of the repository at `root`."""
     free = {path for pattern in WITHOUT_PROMISES for path in (root / "tests").glob(pattern)}
     python, rust, bound = {}, {}, set()
-    for path in sorted((root / "tests").rglob("test_*.py")):
+    for path in sorted([*(root / "tests").rglob("test_*.py"), *(root / "python/tests").glob("test_*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 name = node.name.removeprefix("test_")
@@ -168,7 +168,7 @@ def page(docs, made, there, anchor):
         "<!-- scripts/docs writes this page of the comments `tests:` in the others. -->",
         "",
         f"{len(made)} promises have {count} tests. A name of `tests/` is a Python test `test_<name>` with its variants",
-        "`test_<name>__<variant>`; all other names are Rust tests.",
+        "`test_<name>__<variant>`; so is one of `python/tests/`; all other names are Rust tests.",
     ]
     where = title = None
     for promise in made:

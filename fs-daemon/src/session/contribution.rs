@@ -145,6 +145,9 @@ impl Contribution {
     /// or may count.
     pub fn take_back(self: &Arc<Self>, done: Done<()>) {
         let contributor = &self.learner.contributor;
+        if self.declared.swap(false, Ordering::Relaxed) {
+            contributor.forget_final();
+        }
         let has_doubt = self.ships_mapping || self.timed_out.load(Ordering::Relaxed);
         if !(self.is_begun() || has_doubt && contributor.is_in_doubt()) {
             self.written.lock().begin_anew();

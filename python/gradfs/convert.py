@@ -1,0 +1,369 @@
+"""Converts between checkpoints of torch, first files of models, and snapshots of jobs.
+
+    python -m gradfs.convert checkpoint.pt model.safetensors      the weights, as the first file of a model
+    python -m gradfs.convert checkpoint.pt snapshot/              with the optimizer's state: gradfs up --from snapshot/
+    python -m gradfs.convert snapshot/ checkpoint.pt              and back, with the state by parameters' names
+    python -m gradfs.convert snapshot/ checkpoint.pt --like old.pt    with the groups and numbers of old.pt
+
+State is carried of Adam, AdamW, SGD, Adagrad and RMSprop, with steps, rates and other settings. Not carried are
+schedulers, random generators, GradScalers, and whatever else a checkpoint has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import arrays, first_file
+from .errors import GradfsError, Refused
+from .layout import BITS, Tensor
+
+# Where checkpoints keep weights and the optimizer.
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "weights")
+_OPTIMIZER_KEYS = ("optimizer", "opt", "optimizer_state_dict", "optim")
+
+
+class Kind(NamedTuple):
+    """A reducer in torch's words: state of a tensor, settings by their names in `control/`, and what it can only be."""
+
+    state: tuple[str, ...]
+    settings: dict[str, str]
+    fixed: dict[str, Any]
+
+
+_ADAM, _EPS = ("exp_avg", "exp_avg_sq"), {"eps": "epsilon"}
+_MOMENTUM = {"momentum": "momentum", "dampening": "dampening"}
+_KINDS = {
+    "adam": Kind(_ADAM, _EPS, {"amsgrad": False, "decoupled_weight_decay": False}),
+    "adamw": Kind(_ADAM, _EPS, {"amsgrad": False, "decoupled_weight_decay": True}),
+    "sgd": Kind((), {}, {"momentum": 0, "dampening": 0, "nesterov": False}),
+    "momentum": Kind(("momentum_buffer",), _MOMENTUM, {"nesterov": False}),
+    "nesterov": Kind(("momentum_buffer",), _MOMENTUM, {"nesterov": True}),
+    "rmsprop": Kind(("square_avg",), {"alpha": "alpha", **_EPS}, {"momentum": 0, "centered": False}),
+    "adagrad": Kind(("sum",), _EPS, {"lr_decay": 0}),
+}
+_BLOCK_SIZE = 256 << 10
+_REDUCED = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+# The polynomial of CRC32C, reflected, and the bytes of a lane: a block's lanes are computed side by side.
+_POLYNOMIAL = 0x82F63B78
+_LANE = 512
+
+
+class Checkpoint(NamedTuple):
+    """Weights, the optimizer's state of each parameter by name, its groups with names, and how many steps it made."""
+
+    weights: dict[str, Any]
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser(
+        "gradfs.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="a checkpoint of torch, a snapshot, or a safetensors file")
+    parser.add_argument("to", type=Path, help="*.safetensors, *.pt, or a directory for a snapshot")
+    parser.add_argument("--optimizer", choices=("adam", "adamw"), help="which of the two, where the source does not tell")
+    parser.add_argument("--like", type=Path, help="a checkpoint whose optimizer has the wanted groups, with their settings and numbers")
+    options = parser.parse_args(arguments)
+    try:
+        convert(options.source, options.to, options.optimizer, options.like)
+    except (GradfsError, OSError, TypeError) as error:
+        print(f"gradfs.convert: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def convert(source: Path, to: Path, optimizer: str | None = None, like: Path | None = None) -> None:
+    """Converts `source` to what the name of `to` says. Raises Refused for what cannot be carried."""
+    import torch
+
+    if (source / "manifest.json").exists() or source.suffix == ".safetensors":
+        if to.suffix not in {".pt", ".pth"}:
+            raise Refused(f"{to}: a snapshot becomes a checkpoint of torch: name a .pt file")
+        result = _of_snapshot(source) if source.is_dir() else {"model": _tensors(source)}
+        if like is not None and "optimizer" in result:
+            result["optimizer"] = _numbered(result["optimizer"], _of_torch(like))
+        with first_file.replacing(to) as file:
+            torch.save(result, file)
+        return
+    checkpoint = _of_torch(source)
+    if to.suffix == ".safetensors":
+        first_file.create_from(checkpoint.weights, to)
+    elif checkpoint.groups:
+        _write_snapshot(checkpoint, to, optimizer)
+    else:
+        raise Refused(f"{source} has no optimizer's state: convert it to a .safetensors file")
+
+
+def _of_torch(path: Path) -> Checkpoint:
+    import torch
+
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(found, Mapping):
+        raise Refused(f"{path} is no checkpoint: it holds a {type(found).__name__}")
+    weights = next((found[key] for key in _MODEL_KEYS if isinstance(found.get(key), Mapping)), found)
+    optimizer = next((found[key] for key in _OPTIMIZER_KEYS if isinstance(found.get(key), Mapping)), None)
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    if tensors and all(name.startswith("module.") for name in tensors):
+        tensors = {name[len("module.") :]: value for name, value in tensors.items()}
+    tensors = dict(first_file.unique(tensors))
+    if not tensors:
+        raise Refused(f"{path} has no weights under {', '.join(_MODEL_KEYS)}")
+    if optimizer is None:
+        return Checkpoint(tensors, {}, [])
+    groups = [dict(group) for group in optimizer["param_groups"]]
+    names = _names(path, tensors, groups)
+    state = {names[key]: dict(value) for key, value in optimizer["state"].items()}
+    for group in groups:
+        group["params"] = [names[key] for key in group["params"]]
+    for name, key, value in ((name, *pair) for name, values in state.items() for pair in values.items()):
+        if name not in tensors or (key != "step" and value is not None and value.shape != tensors[name].shape):
+            raise Refused(f"{path}: the optimizer's {key} of {name} is not of that tensor; {_HOW_TO_NAME}")
+    return Checkpoint(tensors, state, groups)
+
+
+_HOW_TO_NAME = "make the optimizer of named_parameters(), so that the checkpoint has the names"
+
+
+def _names(path: Path, weights: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[Any, str]:
+    """The names of an optimizer's parameters, which torch numbers in the order in which it got them."""
+    keys = [key for group in groups for key in group["params"]]
+    if all(isinstance(key, str) for key in keys):
+        return {key: key.removeprefix("module.") for key in keys}
+    if all("param_names" in group for group in groups):
+        given = [name.removeprefix("module.") for group in groups for name in group["param_names"]]
+        return dict(zip(keys, given))
+    buffers = ("running_mean", "running_var", "num_batches_tracked")
+    names = [name for name in weights if name.rpartition(".")[2] not in buffers]
+    if len(groups) > 1 or len(names) != len(keys):
+        raise Refused(f"{path}: nothing tells which of the optimizer's {len(keys)} parameters is which; {_HOW_TO_NAME}")
+    return dict(zip(keys, names))
+
+
+def _reducer(group: Mapping[str, Any], wanted: str | None) -> str:
+    if "betas" in group:
+        is_decoupled = group.get("decoupled_weight_decay")
+        if wanted is None and is_decoupled is None and group["weight_decay"]:
+            raise Refused("the checkpoint does not tell Adam from AdamW: give --optimizer")
+        return ("adamw" if is_decoupled else "adam") if is_decoupled is not None else wanted or "adam"
+    if "nesterov" in group:
+        return "nesterov" if group["nesterov"] else "momentum" if group["momentum"] else "sgd"
+    for key, reducer in (("centered", "rmsprop"), ("lr_decay", "adagrad")):
+        if key in group:
+            return reducer
+    raise Refused(f"gradfs has no optimizer with the settings {', '.join(group)}")
+
+
+def _settings(groups: list[dict[str, Any]], reducer: str, weights: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of the job: those of the first group, and rules for the tensors of others."""
+    first, kind = groups[0], _KINDS[reducer]
+    rules = []
+    for group in groups:
+        for key, value in {**kind.fixed, "maximize": False}.items():
+            if group.get(key, value) != value:
+                raise Refused(f"gradfs has no {reducer} with {key}={group[key]}")
+        for key in ("betas", *kind.settings):
+            if group.get(key) != first.get(key):
+                raise Refused(f"gradfs has one {key} for all tensors, and the checkpoint has several")
+        if group is not first:
+            if not first["lr"]:
+                raise Refused("the first group's rate is 0, so those of the others are no multiples of it")
+            rule = f"weight_decay={float(group['weight_decay'])!r} learning_rate_scale={group['lr'] / first['lr']!r}"
+            rules += [f"{_pattern(name)} {rule}" for name in group["params"]]
+    numbers = {"learning_rate": first["lr"], "weight_decay": first["weight_decay"]}
+    numbers.update({name: first[key] for key, name in kind.settings.items()})
+    if "betas" in first:
+        numbers["beta1"], numbers["beta2"] = first["betas"]
+    trained = {name for group in groups for name in group["params"]}
+    frozen = [_pattern(name) for name, value in weights.items() if name not in trained and _is_reduced(name, value)]
+    texts = {name: repr(float(value)) for name, value in numbers.items()}
+    return {"reducer": reducer, "tensors": "\n".join(rules), "frozen": "\n".join(frozen), **texts}
+
+
+def _pattern(name: str) -> str:
+    """A name as a pattern, in which `?` stands for a space."""
+    return "".join("?" if letter.isspace() else letter for letter in name)
+
+
+def _is_reduced(name: str, value: Any) -> bool:
+    return arrays.describe(name, value).dtype in _REDUCED
+
+
+def _write_snapshot(checkpoint: Checkpoint, to: Path, optimizer: str | None) -> None:
+    """Writes a snapshot as `gradfs save` does: the manifest comes last."""
+    import torch
+
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise Refused(f"{to} is there already: name a new directory")
+    reducer = _reducer(checkpoint.groups[0], optimizer)
+    settings = _settings(checkpoint.groups, reducer, checkpoint.weights)
+    described = {name: arrays.describe(name, value) for name, value in checkpoint.weights.items()}
+    # The order in which a model's tensors lie.
+    names = sorted(described, key=lambda name: -BITS[described[name].dtype])
+    state: dict[str, Any] = {}
+    steps = []
+    for name in names:
+        weight, dtype = checkpoint.weights[name], described[name].dtype
+        kept = checkpoint.state.get(name, {})
+        has_state = any(kept.get(kind) is not None for kind in _KINDS[reducer].state)
+        steps.append(int(kept.get("step", has_state)))
+        if dtype not in _REDUCED:
+            continue
+        wide = torch.float64 if dtype == "F64" else torch.float32
+        for kind in _KINDS[reducer].state:
+            value = kept.get(kind)
+            state[f"{kind}.{name}"] = torch.zeros(weight.shape, dtype=wide) if value is None else value.to(wide)
+        state[f"step.{name}"] = torch.tensor(float(steps[-1]))
+        if BITS[dtype] < 32:
+            state[f"master.{name}"] = weight.to(torch.float32)
+    to.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt"}
+    first_file.write(to / "model.safetensors", {name: checkpoint.weights[name] for name in names}, metadata)
+    first_file.write(to / "optimizer.safetensors", state, {})
+    manifest = {
+        "format": 1, "model": "model", "version": max(steps, default=0), "optimizer": reducer,
+        "steps": [[len(list(run)), count] for count, run in itertools.groupby(steps)], "contributions": max(steps),
+        "learners": [], "unlisted": 0, "settings": settings, "block_size": _BLOCK_SIZE,
+        "tensors": [[name, described[name].dtype, list(described[name].shape)] for name in names],
+        "metadata": metadata, "id": os.urandom(8).hex(),
+        "files": [_checked(to / name) for name in ("model.safetensors", "optimizer.safetensors")],
+    }  # fmt: skip
+    text = json.dumps(manifest, separators=(",", ":"))[:-1].encode()
+    with first_file.replacing(to / "manifest.json") as file:
+        file.write(text + f',\n"checksum": "{crc32c(text):08x}"}}\n'.encode())
+
+
+def _of_snapshot(path: Path) -> dict[str, Any]:
+    """A checkpoint with the optimizer's state by the names of parameters, as torch.distributed.checkpoint has it."""
+    import torch
+
+    manifest = json.loads((path / "manifest.json").read_text())
+    if manifest["format"] != 1:
+        raise Refused(f"{path} has format {manifest['format']}, and this release reads format 1")
+    weights: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
+    for name in (entry["name"] for entry in manifest["files"]):
+        # A save that was killed at its end leaves the snapshot's identity behind some names.
+        file = path / name if (path / name).exists() else path / f"{name}.{manifest.get('id')}"
+        if name.endswith(".safetensors"):
+            (kept if name.startswith("optimizer") else weights).update(_tensors(file))
+    settings, reducer = manifest["settings"], manifest["optimizer"]
+    if reducer not in _KINDS or "reducers" in manifest:
+        raise Refused(f"torch has no optimizer for {'several reducers' if 'reducers' in manifest else reducer}")
+    # Values of narrow types are rounded in `weights`. The optimizer's masters are not.
+    result: dict[str, Any] = {"model": weights, "version": manifest["version"]}
+    masters = {key.partition(".")[2]: value for key, value in kept.items() if key.startswith("master.")}
+    if masters:
+        result["masters"] = masters
+    frozen = set(settings["frozen"].split())
+    names = [name for name in weights if f"step.{name}" in kept and name not in frozen]
+    state: dict[str, dict[str, Any]] = {}
+    for name in names:
+        # torch makes the state at the first step of a parameter, and Adagrad's at once.
+        if not kept[f"step.{name}"] and reducer != "adagrad":
+            continue
+        state[name] = {kind: kept[f"{kind}.{name}"] for kind in _KINDS[reducer].state}
+        if "eps" in _KINDS[reducer].settings:
+            state[name]["step"] = kept[f"step.{name}"].to(torch.float32)
+    numbers = {key: float(settings[name]) for key, name in _KINDS[reducer].settings.items()}
+    group: dict[str, Any] = {"params": names, **numbers, **_KINDS[reducer].fixed}
+    group.update(lr=float(settings["learning_rate"]), weight_decay=float(settings["weight_decay"]))
+    if reducer in ("adam", "adamw"):
+        group["betas"] = float(settings["beta1"]), float(settings["beta2"])
+    if settings["tensors"]:
+        result["rules"] = settings["tensors"].splitlines()
+    result["optimizer"] = {"state": state if _KINDS[reducer].state else {}, "param_groups": [group]}
+    return result
+
+
+def _numbered(optimizer: dict[str, Any], like: Checkpoint) -> dict[str, Any]:
+    """The state with the groups, settings and numbers of another checkpoint, for `load_state_dict`."""
+    count = itertools.count()
+    groups = [{**group, "params": [(name, next(count)) for name in group["params"]]} for group in like.groups]
+    pairs = [pair for group in groups for pair in group["params"]]
+    missing = [name for name, _ in pairs if name not in optimizer["param_groups"][0]["params"]]
+    if missing or not pairs:
+        raise Refused(f"--like: not in the snapshot: {', '.join(missing) or 'an optimizer'}")
+    state = {number: optimizer["state"][name] for name, number in pairs if name in optimizer["state"]}
+    for group in groups:
+        group["params"] = [number for _, number in group["params"]]
+    return {"state": state, "param_groups": groups}
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        data = bytearray(file.read())
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        tensor = Tensor(name, entry["dtype"], shape, begin, end - begin)
+        tensors[name] = arrays.View(tensor, memoryview(data)[begin:end]).torch()
+    return tensors
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        sums = "".join(f"{crc32c(block):08x}" for block in iter(lambda: file.read(_BLOCK_SIZE), b""))
+    return {"name": path.name, "bytes": path.stat().st_size, "crc32c": sums}
+
+
+def crc32c(data: bytes) -> int:
+    """The CRC32C of some bytes."""
+    import numpy
+
+    table = _table()
+    state = 0xFFFFFFFF
+    if len(data) < 4:
+        for byte in data:
+            state = int(table[(state ^ byte) & 255]) ^ state >> 8
+        return state ^ 0xFFFFFFFF
+    # Zeros in front change nothing, and inverted first bytes are as good as a state of ones.
+    padded = bytes(-len(data) % _LANE) + bytes(byte ^ 255 for byte in data[:4]) + data[4:]
+    columns = numpy.ascontiguousarray(numpy.frombuffer(padded, "u1").reshape(-1, _LANE).T)
+    lanes = numpy.zeros(columns.shape[1], "u4")
+    for column in columns:
+        lanes = table[(lanes ^ column) & 255] ^ lanes >> 8
+    state, over = 0, _over_lane()
+    for lane in lanes.tolist():
+        state = over[0][state & 255] ^ over[1][state >> 8 & 255] ^ over[2][state >> 16 & 255] ^ over[3][state >> 24] ^ lane
+    return state ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _table() -> Any:
+    """What each byte makes of a state of zeros."""
+    import numpy
+
+    values = numpy.arange(256, dtype="u4")
+    for _ in range(8):
+        values = numpy.where(values & 1, values >> 1 ^ _POLYNOMIAL, values >> 1)
+    return values.astype("u4")
+
+
+@functools.cache
+def _over_lane() -> list[list[int]]:
+    """What a lane of zeros makes of each byte of a state."""
+    import numpy
+
+    table = _table()
+    values = numpy.concatenate([numpy.arange(256, dtype="u4") << shift for shift in (0, 8, 16, 24)])
+    for _ in range(_LANE):
+        values = table[values & 255] ^ values >> 8
+    return [list(part) for part in values.reshape(4, 256).tolist()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The exceptions of this package.
+
+Each `OSError` of a mount's file becomes one of them. Its text has the words of the file `error`, and `errno` the number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["Busy", "Closed", "GradfsError", "Left", "NotMounted", "Refused", "Stopped", "Timeout"]
+
+
+class GradfsError(Exception):
+    """Base of all exceptions here. `errno` is the number of the failed call, or None."""
+
+    errno: int | None
+
+    def __init__(self, words: str, errno: int | None = None) -> None:
+        super().__init__(words)
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.errno)
+
+
+class Refused(GradfsError, ValueError):
+    """Content that does not fit the model: a name, shape, type or value. Nothing has changed."""
+
+
+class Timeout(GradfsError, TimeoutError):
+    """A wait reached its deadline. What was to be contributed was taken back, so the step may be repeated."""
+
+
+class Left(GradfsError):
+    """The learner is not in the job any more. Join again."""
+
+
+class NotMounted(GradfsError):
+    """The path is no model, or its daemon has ended."""
+
+
+class Busy(GradfsError):
+    """Something else is under way that has to end first, or the name is in use."""
+
+
+class Closed(GradfsError):
+    """The object was closed, or belongs to the parent of this process."""
+
+
+class Stopped(GradfsError):
+    """The job is stopped, or has lost what it needs to go on."""
+
+
+_KINDS: dict[int, type[GradfsError]] = {
+    errno.EINVAL: Refused,
+    errno.EFBIG: Refused,
+    errno.EACCES: Refused,
+    errno.EPERM: Refused,
+    errno.ENAMETOOLONG: Refused,
+    errno.ETIMEDOUT: Timeout,
+    errno.EBUSY: Busy,
+    errno.EAGAIN: Busy,
+    errno.EEXIST: Busy,
+    errno.EIO: Stopped,
+    errno.ECANCELED: Stopped,
+}
+# What a file gives whose learner, model or daemon has gone.
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED}
+# The kernel or the C library gives these without asking the daemon, so that `error` says nothing of them.
+_WITHOUT_WORDS = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EMFILE, errno.EBADF, errno.ECONNABORTED}
+
+
+def of(error: OSError, doing: str, model: str, learner: str | None = None, words: bool = True) -> GradfsError:
+    """The exception for a failed call on a file of `model`, or of the directory of one of its learners.
+
+    `doing` begins the text. With `words`, the file `error` is read for the reason.
+    """
+    number = error.errno or 0
+    text = ""
+    if words and number not in _WITHOUT_WORDS:
+        with contextlib.suppress(OSError):
+            text = read(os.path.join(learner or model, "error")).strip()
+    kind = _KINDS.get(number, GradfsError)
+    if number in _GONE:
+        kind = Left if learner is not None and _is_there(model) else NotMounted
+        if not text:
+            text = "the learner is no longer in the job" if kind is Left else f"no model answers at {model}"
+    return kind(f"{doing}: {text or error.strerror or error}", error.errno)
+
+
+@contextlib.contextmanager
+def explained(doing: str, model: str, learner: str | None = None, words: bool = True) -> Iterator[None]:
+    """Makes an `OSError` of its block one of the exceptions here."""
+    try:
+        yield
+    except GradfsError:
+        raise
+    except OSError as error:
+        raise of(error, doing, model, learner, words) from error
+
+
+def read(path: str) -> str:
+    """The text of a small file."""
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _is_there(model: str) -> bool:
+    try:
+        read(os.path.join(model, "version"))
+    except OSError:
+        return False
+    return True

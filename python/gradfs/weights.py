@@ -1,0 +1,100 @@
+"""One version of a model, mapped into this process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+from . import arrays
+from .arrays import View
+from .errors import Closed, Refused, explained
+from .layout import Layout
+
+__all__ = ["View", "Weights"]
+
+
+@final
+class Weights(Mapping[str, View]):
+    """The tensors of one version by name. No byte is copied until somebody writes, and writes are this process's own.
+
+    A version stays in memory as long as something refers to it: these weights until `close()`, and each view, array or
+    tensor that came from them. `close()` lets go of the first alone, so views may be used after it.
+    """
+
+    def __init__(self, path: str, layout: Layout, model: str, learner: str | None = None) -> None:
+        self.layout = layout
+        with explained("weights", model, learner):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self.version = int(os.getxattr(file, "user.gradfs.version"))
+                """The number of the version."""
+                self._memory: memoryview | None = memoryview(_mapped(file, layout.nbytes))
+            finally:
+                os.close(file)
+
+    def __getitem__(self, name: str) -> View:
+        if self._memory is None:
+            raise Closed(f"the weights of version {self.version} were closed")
+        tensor = self.layout[name]
+        return View(tensor, self._memory[tensor.offset : tensor.offset + tensor.nbytes])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def numpy(self) -> dict[str, Any]:
+        """All tensors as NumPy arrays over the mapping."""
+        return {name: view.numpy() for name, view in self.items()}
+
+    def torch(self) -> dict[str, Any]:
+        """All tensors as torch tensors over the mapping: a state_dict."""
+        return {name: view.torch() for name, view in self.items()}
+
+    def copy_to(self, out: Mapping[str, Any]) -> None:
+        """Copies tensors into writable arrays of the same names. Nothing is written unless all of them fit."""
+        targets = []
+        wrong = []
+        for name, target in out.items():
+            tensor = self.layout.get(name)
+            if tensor is None:
+                wrong.append(f"{name}: the model has no such tensor")
+                continue
+            try:
+                described = arrays.writable(name, target)
+                if described.shape != tensor.shape:
+                    raise Refused(f"{name}: the shape is {list(described.shape)}, and {list(tensor.shape)} in the model")
+                if not arrays.converts(tensor.dtype, described.dtype):
+                    raise Refused(f"{name}: the type is {described.dtype}, and {tensor.dtype} in the model")
+            except Refused as error:
+                wrong.append(str(error))
+            else:
+                targets.append((name, described))
+        if wrong:
+            raise Refused(f"pull: {'; '.join(wrong)}")
+        for name, described in targets:
+            arrays.copy(self[name], described)
+
+    def close(self) -> None:
+        """Lets go of the version. Views that are in use keep it."""
+        self._memory = None
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Weights of version {self.version}: {len(self)} tensors>"
+
+
+def _mapped(file: int, size: int) -> mmap.mmap:
+    """A private mapping, which may be written as torch and DLPack demand."""
+    # From Python 3.13 on, the mapping need not keep a descriptor.
+    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    return mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options)
