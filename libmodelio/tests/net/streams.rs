@@ -58,6 +58,8 @@ struct State {
     sent: u64,
     received: u64,
     reported: bool,
+    /// It has said that it is paused, and was not asked again.
+    is_paused: bool,
 }
 
 #[derive(Debug)]
@@ -97,6 +99,7 @@ impl Chatter {
                 sent: 0,
                 received: 0,
                 reported: false,
+                is_paused: false,
             },
         }
     }
@@ -117,10 +120,11 @@ impl Stream for Chatter {
 
     fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
         assert_eq!((into.bytes(), into.room()), (0, libmodelio::transport::stream::SLICES_MAX));
-        if self.watch.paused.load(Ordering::SeqCst) {
+        let state = &mut self.state;
+        state.is_paused = self.watch.paused.load(Ordering::SeqCst);
+        if state.is_paused {
             return Receive::Paused;
         }
-        let state = &mut self.state;
         state.into.clear();
         let left = usize::try_from(self.expected - state.received).unwrap();
         let room = if left == 0 { 1 } else { left.min(BUFFER) };
@@ -141,6 +145,9 @@ impl Stream for Chatter {
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
         self.watch.calls.fetch_add(1, Ordering::SeqCst);
         let state = &mut self.state;
+        if state.is_paused {
+            return Err(Close::Asked("bytes came in a pause".into()));
+        }
         // The slices of one receive follow each other in the buffer.
         for (at, &byte) in state.receiving.bytes()[..bytes].iter().enumerate() {
             let position = state.received + at as u64;
