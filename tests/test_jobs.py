@@ -29,7 +29,10 @@ def only(mount, learner=None):
 def test_learners_join_with_mkdir(mounted):
     mount = mounted(learners=2)
     place = mount.join("a")
-    assert sorted(os.listdir(place)) == ["error", "gradients", "status", "version", "weight", "weights"]
+    assert sorted(os.listdir(place)) == [
+        "all_reduce", "error", "gradients", "gradients.safetensors", "publish.safetensors", "status", "tensors", "version", "weight",
+        "weights", "weights.safetensors",
+    ]  # fmt: skip
     assert (place / "version").read_text() == "0\n"
     assert "id: a\nincarnation: 1\n" in (place / "status").read_text()
     fails(errno.EEXIST, mount.join, "a")

@@ -49,6 +49,9 @@ const DTYPE: &str = "user.gradfs.dtype";
 const SHAPE: &str = "user.gradfs.shape";
 const ERROR: &str = "user.gradfs.error";
 
+/// Where a learner's `tensors` leads.
+const TENSORS_LINK: &str = "../../tensors";
+
 /// The filesystem of one mount.
 pub struct Fs {
     trees: RwLock<Vec<Slot>>,
@@ -256,23 +259,18 @@ impl Fs {
         }
     }
 
-    /// Where a symbolic link leads. A learner's `tensors` are those of the version that is the newest now.
+    /// Where a symbolic link leads. A learner's `tensors` are the model's.
     ///
     /// # Errors
     /// EINVAL for other files, ENOENT.
-    pub fn read_link(&self, ino: u64) -> CallResult<String> {
+    pub fn read_link(&self, ino: u64) -> CallResult<&'static str> {
         match self.node(ino)? {
             Node::Model(index, File::LearnerTensors(id)) => {
-                let tree = self.tree(index)?;
-                tree.model.learner(id)?;
-                Ok(self.link_of(&tree))
+                self.tree(index)?.model.learner(id)?;
+                Ok(TENSORS_LINK)
             }
             _ => Err(CallError::new(libc::EINVAL, "no symbolic link")),
         }
-    }
-
-    fn link_of(&self, tree: &ModelTree) -> String {
-        format!("../../versions/{}/tensors", tree.shown_version())
     }
 
     /// Names of the extended attributes of an inode.

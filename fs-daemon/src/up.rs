@@ -41,8 +41,9 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
                 ModelSource::File(path) if path.is_dir() => Some(path),
                 _ => None,
             };
-            let dir = config.mounting.with_files.as_ref().or(dir);
-            let files = dir.map_or_else(|| Ok(Vec::new()), |dir| companions::read(dir))?;
+            let asked = config.mounting.with_files.as_ref();
+            let dir = asked.or(dir);
+            let files = dir.map_or_else(|| Ok(Vec::new()), |dir| companions::read(dir, asked.is_some()))?;
             sources.push((&spec.name, source, files));
         }
         memory::check_together(needed)?;

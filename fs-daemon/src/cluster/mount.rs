@@ -198,7 +198,7 @@ fn connect(
     let snapshots = Snapshots::Registry(config.registry.to_string());
     let mut model = Model::new(name.clone(), job, record.metadata.clone(), own_learner(), snapshots);
     if let Some(dir) = &config.mounting.with_files {
-        model.companions = companions::read(dir)?;
+        model.companions = companions::read(dir, true)?;
     }
     Ok(model)
 }

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::Version;
 use super::model_tree::ModelTree;
 use super::node::{File, FileKind, Node};
 use super::text;
-use super::{FileUse, Fs, Owner};
+use super::{FileUse, Fs, Owner, TENSORS_LINK};
 use crate::session::error::{CallError, CallResult};
 use crate::session::model::Model;
 
@@ -151,7 +151,7 @@ impl Fs {
             }
             File::LearnerTensors(id) => {
                 model.learner(id)?;
-                sized(self.link_of(tree).len() as u64)
+                sized(TENSORS_LINK.len() as u64)
             }
             File::VersionText | File::LearnerVersion(_) => sized(text_len(model.job.offered_version())),
             File::Status => of_text(text::status(tree, &self.mount_status())),

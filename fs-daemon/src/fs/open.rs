@@ -327,7 +327,8 @@ impl Fs {
             | File::LearnerNamedGradients(_) => open_gradients(request, tree, file),
             File::NamedPublish | File::LearnerNamedPublish(_) => {
                 request.writable_contribution(file)?;
-                let (tree, publication) = (Arc::clone(tree), Publication::open(model)?.by_names());
+                let (tree, publication) =
+                    (Arc::clone(tree), Publication::open(model)?.by_names(tree.refusal_of(file)));
                 let publication = Arc::new(publication);
                 Ok((OpenFile::Publication { tree, publication, _keeps: Box::new(()) }, Way::Direct))
             }

@@ -70,6 +70,7 @@ impl Fs {
     pub fn remove_file(&self, parent: u64, name: &OsStr) -> CallResult<()> {
         let (tree, file) = self.temporary(parent, name)?;
         tree.temporaries.remove(file.number);
+        file.discard();
         Ok(())
     }
 
@@ -138,12 +139,12 @@ impl Renaming {
 
     fn check(&self) -> CallResult<()> {
         let mut stream = NamedStream::new(Arc::clone(&self.model().layout));
-        let mut at = 0;
-        while at < self.file.size() {
+        let (mut at, size) = (0, self.file.size());
+        while at < size && stream.end().is_none() {
             self.file.read(at, PIECE, |piece| stream.write(at, piece, |_, _| Ok::<_, CallError>(())))?;
             at += PIECE as u64;
         }
-        Ok(stream.check_end()?)
+        Ok(stream.check_size(size)?)
     }
 
     /// The learner that the file becomes a contribution of. The mount's own one joins.
@@ -162,7 +163,9 @@ impl Renaming {
     fn sink(&self, uses: impl FnOnce(&Arc<ModelTree>, &Arc<Learner>)) -> CallResult<Sink> {
         let model = self.model();
         Ok(match self.learner()? {
-            None => Sink::Publication(Arc::new(Publication::open(model)?.by_names())),
+            None => Sink::Publication(Arc::new(
+                Publication::open(model)?.by_names(self.tree.refusal_of(self.target)),
+            )),
             Some(learner) => {
                 uses(&self.tree, &learner);
                 learner.make_staging_ready();
@@ -186,7 +189,10 @@ impl Renaming {
         match before {
             None => self.begin(bytes, uses, done),
             Some(before) => {
-                before.closed(Box::new(move |_| self.begin(bytes, uses, Box::new(drop))));
+                before.closed(Box::new(move |_| {
+                    self.file.goes_on();
+                    self.begin(bytes, uses, Box::new(drop));
+                }));
                 done(Ok(()));
             }
         }

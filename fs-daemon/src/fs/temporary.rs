@@ -106,7 +106,7 @@ impl Temporary {
         match *self.fate.lock() {
             Fate::Named => Ok(()),
             Fate::Commits(_) | Fate::Over(_) => {
-                Err(CallError::new(libc::EBUSY, "the file was renamed, and what it had is committed"))
+                Err(CallError::new(libc::EBUSY, "the file was renamed or removed"))
             }
         }
     }
@@ -115,6 +115,20 @@ impl Temporary {
     pub fn renamed(&self) -> Vec<u8> {
         *self.fate.lock() = Fate::Commits(Vec::new());
         std::mem::take(&mut *self.contents.lock())
+    }
+
+    /// Its name is gone, and so are its bytes, unless they are being committed.
+    pub fn discard(&self) {
+        let mut fate = self.fate.lock();
+        if matches!(*fate, Fate::Named) {
+            *fate = Fate::Over(Ok(()));
+            *self.contents.lock() = Vec::new();
+        }
+    }
+
+    /// The one before it is over.
+    pub fn goes_on(&self) {
+        self.waits.store(false, Ordering::Relaxed);
     }
 
     fn is_under_way(&self) -> bool {
@@ -209,6 +223,7 @@ impl Temporaries {
     pub fn closed(&self, file: &Temporary) {
         if file.maker.is_none() {
             self.remove(file.number);
+            file.discard();
         }
     }
 
@@ -239,7 +254,7 @@ impl Temporaries {
         Ok(before)
     }
 
-    /// Takes a name away. Its bytes stay as long as programs have the file open.
+    /// Takes a name away.
     pub fn remove(&self, number: u64) -> Option<Arc<Temporary>> {
         self.files.lock().remove(&number)
     }

@@ -26,21 +26,17 @@ impl NamedWrites {
         NamedWrites { layout: Arc::clone(layout), stream: Mutex::new(NamedStream::new(Arc::clone(layout))) }
     }
 
-    /// Takes bytes of the file, and gives `sink` bytes of the model with their offset. A write at offset 0 begins a file.
+    /// Takes bytes of the file, and gives `sink` bytes of the model with their offset.
     ///
     /// # Errors
-    /// EINVAL, and those of `sink`. Nothing can follow then but another file.
+    /// EINVAL, and those of `sink`. Another file can follow once this one has ended, or was taken back.
     pub fn write(
         &self,
         offset: u64,
         data: &[u8],
         sink: impl FnMut(u64, &[u8]) -> CallResult<()>,
     ) -> CallResult<()> {
-        let mut stream = self.stream.lock();
-        if offset == 0 {
-            *stream = NamedStream::new(Arc::clone(&self.layout));
-        }
-        stream.write(offset, data, sink)
+        self.stream.lock().write(offset, data, sink)
     }
 
     /// Whether what was written may count.

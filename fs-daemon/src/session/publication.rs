@@ -10,7 +10,7 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use parking_lot::Mutex;
 
 use super::contribution::{Ending, Withdraw};
-use super::error::{CallError, CallResult, Done};
+use super::error::{CallError, CallResult, Done, LastRefusal};
 use super::explained::explained;
 use super::file_headers::refuse_header;
 use super::model::Model;
@@ -22,6 +22,8 @@ use crate::own_thread::on_own_thread;
 pub struct Publication {
     model: Arc<Model>,
     publisher: Mutex<Option<Arc<Publisher>>>,
+    /// Where it is kept why a call has failed.
+    refusal: Arc<LastRefusal>,
     /// What is written is a safetensors file, and not bytes at the model's offsets.
     named: Option<NamedWrites>,
     /// The writes since the last end.
@@ -60,12 +62,14 @@ impl Publication {
 
     fn new(model: &Arc<Model>, publisher: Option<Arc<Publisher>>, mapped: Option<Mapped>) -> Publication {
         let (model, publisher) = (Arc::clone(model), Mutex::new(publisher));
-        Publication { model, publisher, named: None, written: Mutex::default(), mapped }
+        let refusal = Arc::clone(&model.own_refusal);
+        Publication { model, publisher, refusal, named: None, written: Mutex::default(), mapped }
     }
 
-    /// The same for a file that is written by tensors' names.
-    pub fn by_names(self) -> Publication {
-        Publication { named: Some(NamedWrites::new(&self.model.layout)), ..self }
+    /// The same for a file that is written by tensors' names, and keeps its refusals here.
+    pub fn by_names(self, refusal: Option<Arc<LastRefusal>>) -> Publication {
+        let named = Some(NamedWrites::new(&self.model.layout));
+        Publication { named, refusal: refusal.unwrap_or_else(|| Arc::clone(&self.refusal)), ..self }
     }
 
     /// The memory to map, if it may be mapped.
@@ -121,7 +125,7 @@ impl Publication {
             Some(named) => named.write(offset, data, |at, bytes| self.store(at, bytes)),
         };
         self.written.lock().note(offset, data.len(), &outcome);
-        outcome.inspect_err(|error| self.model.own_refusal.note(error, true))
+        outcome.inspect_err(|error| self.refusal.note(error, true))
     }
 
     fn store(&self, offset: u64, data: &[u8]) -> CallResult<()> {
@@ -177,12 +181,12 @@ impl Publication {
             return done(Ok(()));
         }
         let publisher = self.publisher.lock().take_if(|publisher| publisher.is_open());
-        let (takes, model) = (publisher.is_some(), Arc::clone(&self.model));
+        let (takes, refusal) = (publisher.is_some(), Arc::clone(&self.refusal));
         let is_whole = publisher.as_ref().is_some_and(|publisher| publisher.is_complete());
         let answer = move |outcome: CallResult<()>| {
             match &outcome {
-                Ok(()) => model.own_refusal.ended(takes),
-                Err(error) => model.own_refusal.note(error, false),
+                Ok(()) => refusal.ended(takes),
+                Err(error) => refusal.note(error, false),
             }
             done(outcome);
         };

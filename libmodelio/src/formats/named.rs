@@ -98,6 +98,8 @@ pub struct NamedStream {
     part: Part,
     /// Bytes of the file so far.
     at: u64,
+    /// Where the file ends, once the header is known.
+    end: Option<u64>,
     /// The beginning of an element whose rest is to come.
     half: Vec<u8>,
     /// The elements that were converted last.
@@ -108,7 +110,7 @@ impl NamedStream {
     /// A file of which nothing was written.
     pub fn new(layout: Arc<ModelLayout>) -> NamedStream {
         let part = Part::Header(Vec::new());
-        NamedStream { layout, part, at: 0, half: Vec::new(), converted: Vec::new() }
+        NamedStream { layout, part, at: 0, end: None, half: Vec::new(), converted: Vec::new() }
     }
 
     /// The most bytes that a file for this model may have.
@@ -138,7 +140,9 @@ impl NamedStream {
             let taken = take_header(header, &mut data, max_header(&self.layout))?;
             self.at += taken as u64;
             if let Some(json) = whole_header(header) {
-                self.part = Part::Data(targets(&self.layout, json)?);
+                let targets = targets(&self.layout, json)?;
+                self.end = Some(targets.first().map_or(self.at, |last| last.end));
+                self.part = Part::Data(targets);
             }
         }
         while !data.is_empty() {
@@ -180,6 +184,26 @@ impl NamedStream {
             while targets.pop_if(|target| target.end == at).is_some() {}
         }
         Ok(())
+    }
+
+    /// Where the file ends, if its header has come.
+    pub fn end(&self) -> Option<u64> {
+        self.end
+    }
+
+    /// A file whose header was written has this size.
+    ///
+    /// # Errors
+    /// If that is not its size.
+    pub fn check_size(&self, size: u64) -> Result<(), NamedError> {
+        match self.end {
+            Some(end) if size > end => Err(NamedError::TooLong(end)),
+            Some(end) if size < end => {
+                Err(NamedError::Cut(format!("its data, which is to end at byte {end}")))
+            }
+            Some(_) => Ok(()),
+            None => self.check_end(),
+        }
     }
 
     /// The program writes no more.

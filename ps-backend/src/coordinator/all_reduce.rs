@@ -61,9 +61,9 @@ impl AllReduce {
         Ok(before.map(|before| before.waiting))
     }
 
-    /// Nobody waits for this learner any more.
-    pub(super) fn leave(&mut self, learner: LearnerId) {
-        self.0.remove(&learner);
+    /// Nobody waits for this learner any more. Returns its request.
+    pub(super) fn leave(&mut self, learner: LearnerId) -> Option<Waiting> {
+        self.0.remove(&learner).map(|given| given.waiting)
     }
 
     /// The results, and who waits for them, if all `members` have given their numbers. Then the next round begins.
@@ -157,7 +157,7 @@ mod tests {
         give(&mut of, 1, ReduceOp::Sum, &[1.0]).unwrap();
         assert_eq!(give(&mut of, 1, ReduceOp::Sum, &[5.0]), Ok(Some(asked(1))));
         give(&mut of, 2, ReduceOp::Sum, &[2.0]).unwrap();
-        of.leave(LearnerId(2));
+        assert_eq!(of.leave(LearnerId(2)), Some(asked(2)));
         assert_eq!(complete(&mut of, &[1]), Some(vec![5.0]));
         give(&mut of, 1, ReduceOp::Sum, &[1.0]).unwrap();
         assert_eq!((of.next_deadline(), of.take_late(LATE)), (Some(LATE), vec![asked(1)]));

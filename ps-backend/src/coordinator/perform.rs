@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::Message;
 
 use super::made_from::MadeFrom;
@@ -36,7 +37,10 @@ impl CoordinatorCore {
                 }
                 core::Action::Left { learner, reason } => {
                     self.states.outdated();
-                    self.all_reduce.leave(learner);
+                    if let Some((client, asked)) = self.all_reduce.leave(learner) {
+                        let gone = ShardError::UnknownLearner(learner);
+                        answers.push((client, asked, Message::Refused(gone.into())));
+                    }
                     let owner = self.owners.remove(&learner);
                     if let Some(owner) = owner
                         && let Some(client) = self.clients.get_mut(&owner)
