@@ -1,7 +1,10 @@
 """Numbers that learners reduce among themselves: `learners/<id>/all_reduce`."""
 
+import contextlib
 import errno
 import os
+import subprocess
+import time
 from concurrent.futures import as_completed
 
 import pytest
@@ -43,6 +46,19 @@ def test_who_leaves_is_not_waited_for(start_mount):
     b.rmdir()
     assert waiting.result() in ([1], [6])
     child.communicate(timeout=HANGS)
+
+
+def test_a_learner_that_leaves_waits_no_longer(start_mount):
+    mount = start_mount(size="64KiB", reducer="sum", learners=2)
+    a, _ = mount.join("a", "b")
+    child = program("fd = os.open(argv[0], os.O_RDWR); say('writes'); os.write(fd, b'sum 5')", a / "all_reduce", stderr=subprocess.PIPE)
+    assert child.stdout.readline()
+    while child.poll() is None:
+        # It may not have come to its write, and then hears that there is no learner.
+        with contextlib.suppress(FileNotFoundError):
+            a.rmdir()
+        time.sleep(0.01)
+    assert "OSError" in child.stderr.read()
 
 
 def test_learners_that_do_not_come_are_waited_for_until_the_timeout(start_mount):

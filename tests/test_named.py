@@ -166,12 +166,34 @@ def test_a_named_file_that_is_taken_back_counts_nowhere(start_mount, tmp_path):
     assert values(learner / "weights.safetensors") == {"a": 3, "b": 3}
 
 
+@pytest.mark.also_on_network
+def test_a_named_file_follows_another_one_only_when_that_has_ended(start_mount, tmp_path):
+    mount = start_mount(model=model_file(tmp_path / "model.safetensors"), reducer="sum")
+    learner, data = mount.join("x"), bytes_of(tmp_path, filled_with(a=1, b=1))
+    fd = os.open(learner / "gradients.safetensors", os.O_WRONLY)
+    os.write(fd, data[:-3])
+    fails(errno.EINVAL, os.pwrite, fd, data, 0)
+    fails(errno.EINVAL, os.close, fd)
+    assert mount.version() == 0 and "front to back" in (learner / "error").read_text()
+
+
+@ways
+def test_what_was_published_as_a_learner_is_refused_where_it_was_written(start_mount, tmp_path, write):
+    mount = start_mount(model=model_file(tmp_path / "model.safetensors"), reducer="assign")
+    learner = mount.join("x")
+    nan = bytes_of(tmp_path, {"b": ("F32", (3,), np.full(3, np.nan, "<f4").tobytes())})
+    fails(errno.EINVAL, write, learner, "publish.safetensors", nan)
+    assert "NaN" in (learner / "error").read_text() and (mount.model / "error").read_text() == ""
+    write(learner, "publish.safetensors", bytes_of(tmp_path, filled_with(b=2)))
+    assert mount.version() == 1 and (learner / "error").read_text() == ""
+
+
 def test_temporary_files_are_few_and_become_what_takes_tensors(start_mount, tmp_path):
     mount = start_mount(model=model_file(tmp_path / "model.safetensors"), reducer="sum")
     learner, data = mount.join("x"), bytes_of(tmp_path, filled_with(a=1, b=1))
     for place, name in [(learner, "x.safetensors"), (learner, ".tmp"), (learner, "tmpabc"), (mount.model / "learners", ".tmpx")]:
         fails(errno.EPERM, (place / name).write_bytes, b"")
-    files = [open(learner / f".tmp{i}", "xb", buffering=0) for i in range(2)]
+    files = [open(learner / f".tmp{i}", "x+b", buffering=0) for i in range(2)]
     fails(errno.ENOSPC, open, learner / ".tmpx", "xb")
     fails(errno.EEXIST, open, learner / ".tmp1", "xb")
     fails(errno.EFBIG, files[0].truncate, 100 << 20)
@@ -186,7 +208,10 @@ def test_temporary_files_are_few_and_become_what_takes_tensors(start_mount, tmp_
     fails(errno.EBUSY, files[0].write, data)
     files[0].close()
     assert values(learner / "weights.safetensors") == {"a": 1, "b": 1}
+    files[1].write(data)
     (learner / ".tmp1").unlink()
+    fails(errno.EBUSY, files[1].write, data)
+    assert os.pread(files[1].fileno(), 10, 0) == b"", "no memory is held for a file without a name"
     fails(errno.EPERM, (learner / "weights").unlink)
     files[1].close()
     replace(learner, "gradients.safetensors", data, closes_first=True)

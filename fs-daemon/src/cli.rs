@@ -52,7 +52,7 @@ pub enum Command {
         override_usage = "gradfs launch -n N [OPTIONS] SCRIPT [ARGUMENTS]..."
     )]
     Launch {
-        /// What python -m gradfs.launch is given
+        /// Options, a script and its arguments, as python -m gradfs.launch takes them
         #[arg(
             value_name = "ARGUMENTS",
             required = true,

@@ -120,7 +120,7 @@ pub enum MapsTo {
     Memory,
 }
 
-/// What a node is to the kernel.
+/// The kinds of nodes, as the kernel has them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     /// A directory.
@@ -345,7 +345,7 @@ impl File {
 }
 
 impl Node {
-    /// What it is to the kernel.
+    /// Its kind, as the kernel has it.
     pub fn kind(self) -> FileKind {
         match self {
             Node::Model(_, File::LearnerTensors(_)) => FileKind::Link,

@@ -29,7 +29,7 @@ pub struct Renaming {
     file: Arc<Temporary>,
 }
 
-/// What a rename writes into.
+/// The receiver of a renamed file's tensors.
 enum Sink {
     Contribution(Arc<Contribution>),
     Publication(Arc<Publication>),
@@ -97,7 +97,7 @@ impl Fs {
         Ok((tree, file))
     }
 
-    /// What `name` is to become by a rename to `new_name`.
+    /// Checks a rename, and changes nothing.
     ///
     /// # Errors
     /// EPERM unless a temporary file is renamed onto a file that takes tensors by name, in its own directory. EINVAL for a
@@ -260,7 +260,7 @@ impl Sink {
         (self.end())();
     }
 
-    /// What ends its use.
+    /// Returns the end of its use.
     fn end(&self) -> impl FnOnce() + Send + 'static {
         let contribution = match self {
             Sink::Contribution(contribution) => Some(Arc::clone(contribution)),

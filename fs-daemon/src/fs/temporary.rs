@@ -43,7 +43,7 @@ pub struct Temporary {
     fate: Mutex<Fate>,
 }
 
-/// What became of a file.
+/// The fate of a file.
 #[derive(Default)]
 enum Fate {
     /// It has its name.
