@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::coverage::Coverage;
@@ -77,6 +78,23 @@ pub enum ContributeError {
         "write(2) was used since the last fsync: the next one ships what was written, and not the mapping"
     )]
     Writing,
+}
+
+impl ContributeError {
+    /// What a program sees that calls by files, or by the C library.
+    pub fn errno(&self) -> Errno {
+        match self {
+            ContributeError::Shard(error) => error.errno(),
+            ContributeError::Refused(refused) => refused.errno(),
+            ContributeError::HalfElement(_)
+            | ContributeError::PartOfAveraged(_)
+            | ContributeError::Writing => Errno::EINVAL,
+            ContributeError::Busy => Errno::EBUSY,
+            ContributeError::Dropped | ContributeError::Counts(_) | ContributeError::MayCount(_) => {
+                Errno::EIO
+            }
+        }
+    }
 }
 
 /// The contribution of a learner that a program has written into. Programs that share a learner share the

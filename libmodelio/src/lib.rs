@@ -13,6 +13,7 @@
 //! | publish | a [`Publisher`]: whole new weights, which become a version at once |
 //! | set | [`Job::set_control`], with the names of [`Controls`] |
 //! | watch | [`Job::status`] |
+//! | move many bytes at once | [`aio`]: a queue of requests |
 //!
 //! A call that needs an answer from elsewhere takes a completion and a timeout, and never blocks. [`wait_for`] makes it
 //! one that waits.
@@ -46,6 +47,7 @@
 
 #[doc(hidden)]
 pub mod admin;
+pub mod aio;
 #[doc(hidden)]
 pub mod client;
 #[doc(hidden)]

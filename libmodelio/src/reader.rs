@@ -57,6 +57,13 @@ impl Reader {
         self.view.piece(range, Arc::clone(self) as Guard)
     }
 
+    /// The same version once more.
+    pub fn again(&self) -> Option<Reader> {
+        let mut again = Reader::open(&self.job, self.version)?;
+        again.view = self.view.clone();
+        Some(again)
+    }
+
     /// The version's number.
     pub fn version(&self) -> Version {
         self.version

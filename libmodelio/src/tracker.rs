@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
+use nix::errno::Errno;
 
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::ranges;
@@ -33,6 +34,16 @@ pub enum WriteRefused {
     /// The write touches a block that was already sent in this contribution.
     #[error("block {0} of this contribution was already sent: a byte is written once a step")]
     Rewrite(BlockId),
+}
+
+impl WriteRefused {
+    /// What a program sees.
+    pub fn errno(self) -> Errno {
+        match self {
+            WriteRefused::PastEnd { .. } => Errno::EFBIG,
+            WriteRefused::Rewrite(_) | WriteRefused::Sealed => Errno::EINVAL,
+        }
+    }
 }
 
 /// One block's share of a write.

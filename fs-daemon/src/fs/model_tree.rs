@@ -1,14 +1,14 @@
 //! One model's part of the tree: the state that its files need besides the model itself.
 
 use std::collections::HashSet;
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
+use libmodelio::formats::layout::layout_text;
 use libmodelio::formats::npy;
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::layout::{Tensor, header};
+use libmodelio::vocabulary::layout::header;
 use parking_lot::Mutex;
 
 use super::node::{File, MAX_PUBLICATIONS, Node};
@@ -64,7 +64,7 @@ impl ModelTree {
             index,
             started: SystemTime::now(),
             npy_headers: tensors.iter().map(|tensor| npy::npy_header(tensor).into()).collect(),
-            layout: layout(tensors).into(),
+            layout: layout_text(tensors).into(),
             paths: TensorPaths::new(tensors),
             tensors_name: TensorsName::default(),
             publications: Arc::default(),
@@ -128,24 +128,6 @@ pub fn safetensors_header(model: &Model, version: Version) -> Arc<[u8]> {
     metadata.entry("format".into()).or_insert_with(|| "pt".into());
     metadata.insert("gradfs.version".into(), format!("{:010}", version.0));
     header::header_bytes(model.layout.tensors(), &metadata).into()
-}
-
-/// `layout`: the tensors in the order of `weights`. A line has a name, an element type, a shape, and the offset of the
-/// first byte, with tabs between them. Control characters and backslashes in names are escaped with a backslash.
-fn layout(tensors: &[Tensor]) -> String {
-    let mut text = String::new();
-    for tensor in tensors {
-        for c in tensor.name.chars() {
-            match c {
-                '\\' => text.push_str("\\\\"),
-                c if c.is_control() => text.extend(c.escape_default()),
-                c => text.push(c),
-            }
-        }
-        let shape: Vec<String> = tensor.shape.iter().map(ToString::to_string).collect();
-        let _ = writeln!(text, "\t{}\t[{}]\t{}", tensor.dtype, shape.join(","), tensor.bytes.start);
-    }
-    text
 }
 
 /// The publications of one model.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
-use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::members::{LeaveReason, MAX_LEARNER_NAME, is_learner_name};
 
 use super::Owner;
 use super::attr::Attributes;
@@ -15,7 +15,7 @@ use super::paths::Child;
 use super::{Fs, stale};
 use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
-use crate::session::learner::{MAX_LEARNER_NAME, is_learner_name, wrong_learner_name};
+use crate::session::learner::wrong_learner_name;
 use crate::session::model::Model;
 use crate::session::trace::TRACE_FILE;
 

@@ -17,11 +17,11 @@ use std::sync::Arc;
 use libmodelio::nbd::numbers::transmission;
 use libmodelio::nbd::{Export, Exports};
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::members::is_learner_name;
 
 use super::face::{Face, Following, LearnerFace};
 use crate::session::disk::OpenDisk;
 use crate::session::error::CallError;
-use crate::session::learner::is_learner_name;
 use crate::session::model::Model;
 use libmodelio::reader::Reader;
 

@@ -49,50 +49,19 @@ impl CallError {
 
 impl From<ShardError> for CallError {
     fn from(error: ShardError) -> CallError {
-        let errno = match &error {
-            ShardError::UnknownLearner(_) => libc::ENOTCONN,
-            ShardError::NameTaken(_) => libc::EEXIST,
-            ShardError::TooManyLearners(_) => libc::EDQUOT,
-            ShardError::StepOutOfOrder { .. }
-            | ShardError::BadBlock { .. }
-            | ShardError::OutOfRange
-            | ShardError::Scattered(_)
-            | ShardError::NonFinite(_) => libc::EINVAL,
-            ShardError::Stopped { .. } => libc::ECANCELED,
-            ShardError::TimedOut(_) => libc::ETIMEDOUT,
-            ShardError::Interrupted => libc::EINTR,
-            ShardError::Unreachable | ShardError::Lost(_) => libc::EIO,
-            ShardError::OutOfMemory(_) => libc::ENOMEM,
-            ShardError::OutOfFiles(_) => libc::ENFILE,
-            ShardError::NotAllowed(_) => libc::EACCES,
-        };
-        CallError::new(errno, error.to_string())
+        CallError::new(error.errno() as i32, error.to_string())
     }
 }
 
 impl From<WriteRefused> for CallError {
     fn from(refused: WriteRefused) -> CallError {
-        let errno = match refused {
-            WriteRefused::PastEnd { .. } => libc::EFBIG,
-            WriteRefused::Rewrite(_) | WriteRefused::Sealed => libc::EINVAL,
-        };
-        CallError::new(errno, refused.to_string())
+        CallError::new(refused.errno() as i32, refused.to_string())
     }
 }
 
 impl From<ContributeError> for CallError {
     fn from(error: ContributeError) -> CallError {
-        match error {
-            ContributeError::Shard(error) => error.into(),
-            ContributeError::Refused(refused) => refused.into(),
-            ContributeError::HalfElement(_)
-            | ContributeError::PartOfAveraged(_)
-            | ContributeError::Writing => CallError::new(libc::EINVAL, error.to_string()),
-            ContributeError::Busy => CallError::new(libc::EBUSY, error.to_string()),
-            ContributeError::Dropped | ContributeError::Counts(_) | ContributeError::MayCount(_) => {
-                CallError::new(libc::EIO, error.to_string())
-            }
-        }
+        CallError::new(error.errno() as i32, error.to_string())
     }
 }
 

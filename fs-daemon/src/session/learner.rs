@@ -12,7 +12,7 @@ use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::{self, Attached, LeaveReason};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::Weight;
 use parking_lot::Mutex;
@@ -25,19 +25,9 @@ use super::times::{LearnerTimes, Waits};
 /// Longest answer to wait for where a request has no deadline of its own.
 pub const PROMPT: Duration = Duration::from_secs(10);
 
-/// The longest name of a learner, in bytes.
-pub const MAX_LEARNER_NAME: usize = 64;
-
-/// Whether a learner may be called so.
-pub fn is_learner_name(name: &str) -> bool {
-    let is_usual = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    (1..=MAX_LEARNER_NAME).contains(&name.len()) && !name.starts_with('.') && name.chars().all(is_usual)
-}
-
 /// A learner cannot be called so.
 pub fn wrong_learner_name(name: impl fmt::Debug) -> CallError {
-    let rule = format!("use up to {MAX_LEARNER_NAME} letters, digits, '-', '_' and '.', not '.' first");
-    CallError::new(libc::EINVAL, format!("learner name {name:?}: {rule}"))
+    CallError::new(libc::EINVAL, members::wrong_learner_name(name))
 }
 
 /// A learner that is in the job.

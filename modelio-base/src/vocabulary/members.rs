@@ -7,6 +7,21 @@ use serde::{Deserialize, Serialize};
 
 use super::ids::{Incarnation, LearnerId, Step, Version};
 
+/// The longest name of a learner, in bytes.
+pub const MAX_LEARNER_NAME: usize = 64;
+
+/// Whether a learner may be called so.
+pub fn is_learner_name(name: &str) -> bool {
+    let is_usual = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    (1..=MAX_LEARNER_NAME).contains(&name.len()) && !name.starts_with('.') && name.chars().all(is_usual)
+}
+
+/// That a learner cannot be called so, in words.
+pub fn wrong_learner_name(name: impl fmt::Debug) -> String {
+    let rule = format!("use up to {MAX_LEARNER_NAME} letters, digits, '-', '_' and '.', not '.' first");
+    format!("learner name {name:?}: {rule}")
+}
+
 /// Why a learner left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LeaveReason {

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::io;
 
+use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::ids::{BlockId, LearnerId, ShardId, Step};
@@ -80,6 +81,27 @@ pub enum ShardError {
 }
 
 impl ShardError {
+    /// What a program sees that calls by files, or by the C library.
+    pub fn errno(&self) -> Errno {
+        match self {
+            ShardError::UnknownLearner(_) => Errno::ENOTCONN,
+            ShardError::NameTaken(_) => Errno::EEXIST,
+            ShardError::TooManyLearners(_) => Errno::EDQUOT,
+            ShardError::StepOutOfOrder { .. }
+            | ShardError::BadBlock { .. }
+            | ShardError::OutOfRange
+            | ShardError::Scattered(_)
+            | ShardError::NonFinite(_) => Errno::EINVAL,
+            ShardError::Stopped { .. } => Errno::ECANCELED,
+            ShardError::TimedOut(_) => Errno::ETIMEDOUT,
+            ShardError::Interrupted => Errno::EINTR,
+            ShardError::Unreachable | ShardError::Lost(_) => Errno::EIO,
+            ShardError::OutOfMemory(_) => Errno::ENOMEM,
+            ShardError::OutOfFiles(_) => Errno::ENFILE,
+            ShardError::NotAllowed(_) => Errno::EACCES,
+        }
+    }
+
     /// Adds the shards that are out of reach to the reason of a timeout.
     #[must_use]
     pub fn with_away(self, away: &[ShardId]) -> ShardError {

@@ -1,0 +1,222 @@
+//! A model, and versions of it that stay unchanged.
+
+use std::ffi::{c_char, c_int};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libmodelio::{
+    ClientOptions, Contributor, Event, Job, Reader, TransportChoice, Version, connect, wait_for,
+};
+use nix::errno::Errno;
+use parking_lot::{Condvar, Mutex};
+
+use crate::handles::{Handle, either, get, open};
+use crate::learner::Learner;
+use crate::outcome::{Failure, Outcome, done, store, string, timeout};
+
+/// The registry's port where a URL names none.
+const DEFAULT_PORT: u16 = 7070;
+/// How a URL begins.
+const SCHEME: &str = "gradfs://";
+
+/// A connection to a model.
+pub(crate) struct Model {
+    pub job: Arc<Job>,
+    published: Arc<(Mutex<()>, Condvar)>,
+}
+
+impl Drop for Model {
+    fn drop(&mut self) {
+        self.job.shut_down();
+    }
+}
+
+/// A version that is held open.
+pub(crate) struct Weights {
+    pub reader: Reader,
+    /// Its learners must not leave before it is closed.
+    _model: Arc<Model>,
+}
+
+/// The options of a connection. Fill it with zeros first: a zero, or NULL, is the default.
+#[repr(C)]
+pub struct ModelioOptions {
+    /// "auto" (the default), "tcp", "shm" or "rdma".
+    pub transport: *const c_char,
+    /// Threads that move bytes (2).
+    pub threads: u32,
+    /// The longest wait for the registry, the shards and the first version, in milliseconds (10,000).
+    pub connect_timeout_ms: u32,
+}
+
+/// A version that is held open.
+#[repr(C)]
+pub struct ModelioVersion {
+    /// The bytes, laid out as `layout` says. They stay unchanged until the handle is closed.
+    pub data: *const u8,
+    /// Their number.
+    pub size: u64,
+    /// The number of the version.
+    pub version: u64,
+}
+
+/// Connects to a model without a mount. `url` is "gradfs://HOST[:PORT]/MODEL", the place of the registry and the model's
+/// name; the port is 7070 if none is given. Returns when a first version is here.
+///
+/// -EINVAL for another URL, -ENOENT for no such model, -EHOSTUNREACH if nobody answers there, -EPROTONOSUPPORT if its
+/// shards cannot be reached by `transport`.
+///
+/// # Safety
+/// `url` is a string; `options` is NULL or points to options; `model` points to a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn modelio_connect(
+    url: *const c_char,
+    options: *const ModelioOptions,
+    model: *mut Handle,
+) -> c_int {
+    // SAFETY: the caller's promises, as for all below.
+    let connected = unsafe { string(url, "the URL") }.and_then(|url| {
+        // SAFETY: as above.
+        let options = unsafe { client_options(options) }?;
+        let (registry, name) = parsed(url)?;
+        let job = connect(&registry, name, options)?;
+        let published: Arc<(Mutex<()>, Condvar)> = Arc::default();
+        let bell = Arc::clone(&published);
+        job.subscribe(Box::new(move |event| {
+            if let Event::Published(_) = event {
+                drop(bell.0.lock());
+                bell.1.notify_all();
+            }
+        }));
+        open(Model { job, published })
+    });
+    // SAFETY: as above.
+    done(connected.map(|handle| unsafe { store(model, handle) }))
+}
+
+fn parsed(url: &str) -> Outcome<(String, &str)> {
+    let wrong = || Failure::invalid(format!("{url:?} is no URL of a model: write {SCHEME}HOST:PORT/MODEL"));
+    let (place, name) = url.strip_prefix(SCHEME).and_then(|rest| rest.split_once('/')).ok_or_else(wrong)?;
+    if place.is_empty() || name.is_empty() || name.contains('/') {
+        return Err(wrong());
+    }
+    // An IPv6 address has colons in brackets.
+    let has_port = place.rsplit_once(':').is_some_and(|(_, port)| !port.contains(']'));
+    Ok((if has_port { place.to_owned() } else { format!("{place}:{DEFAULT_PORT}") }, name))
+}
+
+/// # Safety
+/// `options` is null, or points to options.
+unsafe fn client_options(options: *const ModelioOptions) -> Outcome<ClientOptions> {
+    // SAFETY: the caller's promise.
+    let Some(given) = (unsafe { options.as_ref() }) else { return Ok(ClientOptions::default()) };
+    let mut options = ClientOptions::default();
+    if !given.transport.is_null() {
+        // SAFETY: as above.
+        let transport = unsafe { string(given.transport, "the transport") }?;
+        let wrong = |_| Failure::invalid(format!("transport {transport:?}: use auto, tcp, shm or rdma"));
+        options.transport = transport.parse::<TransportChoice>().map_err(wrong)?;
+    }
+    if given.threads != 0 {
+        options.threads = given.threads as usize;
+    }
+    if given.connect_timeout_ms != 0 {
+        options.patience = timeout(given.connect_timeout_ms);
+    }
+    Ok(options)
+}
+
+pub(crate) fn model(handle: Handle) -> Outcome<Arc<Model>> {
+    get(handle, "model")
+}
+
+/// Waits until a version newer than `newer_than` is here, and stores its number.
+///
+/// -ETIMEDOUT if there is none in time; the number of the newest one is stored then, too.
+///
+/// # Safety
+/// `version` is NULL or points to a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn modelio_wait_version(
+    handle: Handle,
+    newer_than: u64,
+    timeout_ms: u32,
+    version: *mut u64,
+) -> c_int {
+    done(model(handle).and_then(|model| {
+        let newest = wait_version(&model, newer_than, timeout(timeout_ms));
+        // SAFETY: the caller's promise.
+        unsafe { store(version, newest.0) };
+        match newest.0 > newer_than {
+            true => Ok(()),
+            false => {
+                Err(Failure::new(Errno::ETIMEDOUT, format!("no version is newer than {newer_than} yet")))
+            }
+        }
+    }))
+}
+
+fn wait_version(model: &Model, newer_than: u64, timeout: Duration) -> Version {
+    let end = Instant::now() + timeout;
+    let (lock, bell) = &*model.published;
+    let mut published = lock.lock();
+    while model.job.version().0 <= newer_than && !bell.wait_until(&mut published, end).timed_out() {}
+    model.job.version()
+}
+
+/// Opens the newest version, and holds it unchanged until the handle is closed. Of a learner it is one that has the
+/// learner's last step in it, for which this waits.
+///
+/// -ETIMEDOUT if it does not come in time, -ENOMEM if as many versions are held as `control/max_versions` allows.
+///
+/// # Safety
+/// `weights` points to a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn modelio_open_weights(
+    model_or_learner: Handle,
+    timeout_ms: u32,
+    weights: *mut Handle,
+) -> c_int {
+    let opened = either::<Model, Learner>(model_or_learner, "model or learner").and_then(|of| {
+        let learner = of.as_ref().err();
+        let model = of.as_ref().unwrap_or_else(|learner| &learner.model);
+        let reader = pull(model, learner.map(|learner| &learner.contributor), timeout(timeout_ms))?;
+        open(Weights { reader, _model: Arc::clone(model) })
+    });
+    // SAFETY: the caller's promise.
+    done(opened.map(|handle| unsafe { store(weights, handle) }))
+}
+
+fn pull(model: &Model, learner: Option<&Arc<Contributor>>, timeout: Duration) -> Outcome<Reader> {
+    let (job, id) = (&model.job, learner.map(|learner| learner.learner()));
+    job.version_opened(id);
+    let version = wait_for(timeout, |done| job.await_fresh(id, timeout, done))?;
+    if let Some(why) = job.refuses_reader(version) {
+        return Err(Failure::new(Errno::ENOMEM, why));
+    }
+    let none = || Failure::new(Errno::EAGAIN, "the version is gone already: try again");
+    let reader = Reader::open(job, version).or_else(|| Reader::newest(job)).ok_or_else(none)?;
+    let Some((learner, id)) = learner.zip(id) else { return Ok(reader) };
+    learner.begins_from(reader.version());
+    job.has_opened(id, reader.version());
+    Ok(match learner.replica(reader.version()) {
+        Some(replica) => reader.showing(replica),
+        None => reader,
+    })
+}
+
+/// Stores what `weights` are.
+///
+/// # Safety
+/// `version` points to memory for it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn modelio_weights(weights: Handle, version: *mut ModelioVersion) -> c_int {
+    done(get::<Weights>(weights, "weights").map(|weights| {
+        let bytes = weights.reader.bytes(0..weights.reader.region().memory().len() as u64);
+        let of = weights.reader.version().0;
+        // SAFETY: the caller's promise.
+        unsafe {
+            store(version, ModelioVersion { data: bytes.as_ptr(), size: bytes.len() as u64, version: of })
+        };
+    }))
+}

@@ -1,0 +1,162 @@
+//! What files of a mount tell in text, and how settings are changed.
+
+use std::ffi::{c_char, c_int};
+use std::sync::Arc;
+
+use libmodelio::formats::layout::layout_text;
+use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::vocabulary::layout::header;
+use libmodelio::vocabulary::weight::Weight;
+use libmodelio::wait_for;
+use nix::errno::Errno;
+use serde_json::json;
+
+use crate::handles::{Handle, either};
+use crate::learner::Learner;
+use crate::model::Model;
+use crate::outcome::{Failure, Outcome, answer, done, string, timeout};
+
+fn no_file(name: &str) -> Failure {
+    Failure::new(Errno::ENOENT, format!("there is no file {name:?}"))
+}
+
+fn of_model(model: &Model, name: &str) -> Outcome<String> {
+    let job = &model.job;
+    Ok(match name {
+        "layout" => layout_text(job.layout().tensors()),
+        "name" => job.model().to_owned(),
+        "version" => format!("{}\n", job.version()),
+        "header" => {
+            let header = header::header_bytes(job.layout().tensors(), &Default::default());
+            String::from_utf8_lossy(header.get(8..).unwrap_or_default()).into_owned()
+        }
+        "control" => SETTINGS.iter().map(|(name, _)| format!("{name}\n")).collect(),
+        "status.json" => status(model),
+        name => {
+            let setting = name.strip_prefix("control/").ok_or_else(|| no_file(name))?;
+            format!("{}\n", job.controls().get(setting).ok_or_else(|| no_file(name))?)
+        }
+    })
+}
+
+fn of_learner(learner: &Learner, name: &str) -> Outcome<String> {
+    let id = learner.contributor.learner();
+    Ok(match name {
+        "name" => learner.name.clone(),
+        "error" if learner.refusal.lock().is_empty() => String::new(),
+        "error" => format!("{}\n", learner.refusal.lock()),
+        "weight" => format!("{}\n", learner.contributor.weight()),
+        "status" => {
+            let status = learner.model.job.status();
+            let member = status.members.iter().find(|member| member.learner == id);
+            let left = || Failure::new(Errno::ENOTCONN, "the learner is no longer in the job: join again");
+            let member = member.ok_or_else(left)?;
+            format!(
+                "id: {}\nincarnation: {}\nstep: {}\nphase: {}\nopen_bytes: {}\njob: {}\n",
+                member.name,
+                member.incarnation,
+                member.step,
+                member.phase,
+                learner.contributor.open_bytes(),
+                status.state
+            )
+        }
+        _ => return of_model(&learner.model, name),
+    })
+}
+
+fn status(model: &Model) -> String {
+    let (job, status) = (&model.job, model.job.status());
+    let learners = status.members.iter().map(|member| {
+        json!({ "id": member.name, "step": member.step.0, "phase": member.phase, "committed": member.unpublished })
+    });
+    let shards = status.shards.iter().map(|shard| {
+        json!({
+            "shard": shard.shard.to_string(), "address": shard.address, "blocks": shard.blocks,
+            "transport": shard.transport.to_string(), "connected": shard.connected,
+        })
+    });
+    let controls = job.controls();
+    let settings =
+        SETTINGS.iter().filter_map(|(name, _)| Some(((*name).to_owned(), json!(controls.get(name)?))));
+    json!({
+        "model": job.model(),
+        "size": job.layout().size(),
+        "block_size": job.layout().block_size(),
+        "state": status.state.to_string(),
+        "version": status.version.0,
+        "versions": status.versions.iter().map(|version| version.0).collect::<Vec<_>>(),
+        "contributions": status.contributions,
+        "lost": job.lost().map(|why| why.to_string()),
+        "learners": learners.collect::<Vec<_>>(),
+        "shards": shards.collect::<Vec<_>>(),
+        "control": settings.collect::<serde_json::Map<_, _>>(),
+    })
+    .to_string()
+}
+
+/// Copies the text of a file of the model, and of a learner, as a mount has it: "layout", "version", "status.json",
+/// "control/learning_rate", "control" (the names of all settings, a line each), "name", "header" (safetensors' JSON); and
+/// of a learner also "status", "error" and "weight". The text has no zero at its end unless there is room for one.
+///
+/// Returns the length of the text, of which as much was copied as `size` allows, or -ENOENT.
+///
+/// # Safety
+/// `file` is a string, and `buffer` has `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn modelio_get(
+    model_or_learner: Handle,
+    file: *const c_char,
+    buffer: *mut c_char,
+    size: usize,
+) -> isize {
+    let text = either::<Model, Learner>(model_or_learner, "model or learner").and_then(|of| {
+        // SAFETY: the caller's promise.
+        let name = unsafe { string(file, "the file") }?;
+        of.map_or_else(|learner| of_learner(&learner, name), |model| of_model(&model, name))
+    });
+    answer(text.map(|text| {
+        let len = text.len().min(if buffer.is_null() { 0 } else { size });
+        // SAFETY: the caller's promise, and the text is another memory.
+        unsafe { buffer.copy_from_nonoverlapping(text.as_ptr().cast(), len) };
+        if len < size && !buffer.is_null() {
+            // SAFETY: there is room for one more.
+            unsafe { buffer.add(len).write(0) };
+        }
+        text.len()
+    }))
+}
+
+/// Writes the text of a file: "control/NAME" of a model sets a setting of the whole job, "weight" of a learner how much
+/// its contributions count from the next one on. When it has returned 0, the value holds.
+///
+/// -ENOENT for another file, -EINVAL for a value that does not fit, -ETIMEDOUT if it is not known in time whether it was
+/// taken.
+///
+/// # Safety
+/// `file` and `value` are strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn modelio_set(
+    model_or_learner: Handle,
+    file: *const c_char,
+    value: *const c_char,
+    timeout_ms: u32,
+) -> c_int {
+    done(either::<Model, Learner>(model_or_learner, "model or learner").and_then(|of| {
+        // SAFETY: the caller's promises.
+        let (name, value) = unsafe { (string(file, "the file")?, string(value, "the value")?) };
+        match of {
+            Err(learner) if name == "weight" => {
+                let wrong = |error| Failure::invalid(format!("weight {value:?}: {error}"));
+                let weight: Weight = value.trim().parse().map_err(wrong)?;
+                Ok(learner.contributor.set_weight(weight)?)
+            }
+            of => {
+                let model = of.unwrap_or_else(|learner| Arc::clone(&learner.model));
+                let setting = name.strip_prefix("control/").ok_or_else(|| no_file(name))?;
+                let patience = timeout(timeout_ms);
+                Ok(wait_for(patience, |done| model.job.set_control(setting, value, patience, done))?)
+            }
+        }
+    }))
+}

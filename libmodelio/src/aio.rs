@@ -1,0 +1,516 @@
+//! Batched asynchronous I/O: many reads and writes at once on files of a mount, on block devices, and on models without
+//! a mount (iRDMA §V-B).
+//!
+//! A [`Queue`] takes requests of any size and cuts them into pieces, of which it keeps so many under way. They go by
+//! io_uring with registered files and buffers, or by threads where that is denied. A request ends once: [`Queue::wait`]
+//! returns it with its memory. A request has a deadline, and so has each wait.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use libmodelio::aio::{Buffer, Op, Queue, QueueOptions};
+//!
+//! # fn main() -> std::io::Result<()> {
+//! let queue = Queue::new(QueueOptions::default())?;
+//! let weights = queue.file(std::fs::File::open("/mnt/m/model/weights")?.into())?;
+//! queue.submit(weights, Op::Read, 0, queue.buffer(64 << 20)?, Duration::from_secs(30))?;
+//! for done in queue.wait(1, Duration::from_secs(60))? {
+//!     println!("{} bytes", done.result?);
+//! }
+//! # Ok(()) }
+//! ```
+//!
+//! | file | holds |
+//! |---|---|
+//! | `table` | requests and pieces: what begins next, what is late |
+//! | `ring`, `threads` | the two ways by which the kernel moves pieces |
+//! | `network` | pieces of a model without a mount |
+//! | `memory` | the memory of requests |
+
+mod memory;
+mod network;
+mod ring;
+mod table;
+mod threads;
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use parking_lot::Mutex;
+
+pub use memory::Buffer;
+pub use table::Op;
+
+use self::network::{LearnerFile, VersionFile};
+use self::ring::{MAX_BUFFER, MAX_REGISTERED, Ring, Work};
+use self::table::{Finished, Piece, Table};
+use self::threads::Threads;
+use crate::bytes::mmap::Mapping;
+use crate::contributor::Contributor;
+use crate::reader::Reader;
+
+/// The most requests that a queue has at a time.
+pub const MAX_REQUESTS: usize = 1 << 14;
+/// The most pieces under way.
+pub const MAX_DEPTH: u32 = 4096;
+/// The most bytes of a piece.
+pub const MAX_PIECE: usize = 1 << 30;
+/// The longest sleep of a thread that waits. The queue then looks at its deadlines again.
+const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+
+/// How pieces reach files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Engine {
+    /// io_uring where it can be used, else threads.
+    #[default]
+    Auto,
+    /// io_uring, or an error.
+    Uring,
+    /// Threads that call pread(2) and pwrite(2), one for each piece under way.
+    Threads,
+}
+
+/// The options of a queue.
+#[derive(Clone, Copy, Debug)]
+pub struct QueueOptions {
+    /// The most pieces under way.
+    pub depth: u32,
+    /// The most bytes of a piece. FUSE takes 1 MiB in a request.
+    pub piece: usize,
+    /// How they reach files.
+    pub engine: Engine,
+}
+
+impl Default for QueueOptions {
+    fn default() -> QueueOptions {
+        QueueOptions { depth: 32, piece: 1 << 20, engine: Engine::Auto }
+    }
+}
+
+/// A file of a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileId(pub usize);
+
+/// A request of a queue, by which it can be cancelled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ticket(pub u64);
+
+/// A request that has ended.
+#[derive(Debug)]
+pub struct Completion {
+    /// The request.
+    pub ticket: Ticket,
+    /// The bytes from its beginning on, fewer than were asked for at the end of a file. ETIMEDOUT after its deadline,
+    /// ECANCELED if it was cancelled, or the file's error.
+    pub result: Result<usize, Errno>,
+    /// Its memory.
+    pub buffer: Buffer,
+}
+
+enum Target {
+    File(Arc<OwnedFd>),
+    Learner(Arc<LearnerFile>),
+    Version(VersionFile),
+}
+
+enum Kernel {
+    Ring(Box<Ring>),
+    Threads(Threads),
+}
+
+/// Pieces that ended otherwise than in the ring, and the event that says so.
+pub(crate) struct Doorbell {
+    ended: Mutex<Vec<(usize, Result<usize, Errno>)>>,
+    event: Arc<EventFd>,
+}
+
+impl Doorbell {
+    fn ring(&self, slot: usize, result: Result<usize, Errno>) {
+        self.ended.lock().push((slot, result));
+        let _ = self.event.write(1);
+    }
+}
+
+/// Registered memory: its address and length by its number, and what keeps it.
+type Registered = Vec<(usize, usize, Option<Arc<Mapping>>)>;
+
+/// Requests under way. All threads of a process may use it; one of them waits at a time.
+pub struct Queue {
+    table: Mutex<Table<Buffer>>,
+    kernel: Kernel,
+    files: Mutex<Vec<Option<Arc<Target>>>>,
+    registered: Mutex<Registered>,
+    bell: Arc<Doorbell>,
+    /// Readable when something has ended, once somebody has asked for it.
+    notices: Mutex<Option<Arc<EventFd>>>,
+    waiting: Mutex<()>,
+}
+
+fn event() -> io::Result<EventFd> {
+    Ok(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?)
+}
+
+impl Queue {
+    /// An empty queue.
+    ///
+    /// # Errors
+    /// EINVAL for a depth or a piece out of bounds, and what io_uring says if it is required.
+    pub fn new(options: QueueOptions) -> io::Result<Queue> {
+        let QueueOptions { depth, piece, engine } = options;
+        if !(1..=MAX_DEPTH).contains(&depth) || !(1..=MAX_PIECE).contains(&piece) {
+            return Err(Errno::EINVAL.into());
+        }
+        let event = Arc::new(event()?);
+        let bell = Arc::new(Doorbell { ended: Mutex::default(), event: Arc::clone(&event) });
+        let kernel = match engine {
+            Engine::Threads => Kernel::Threads(Threads::new(depth, Arc::clone(&bell))),
+            Engine::Uring => Kernel::Ring(Box::new(Ring::new(depth, event)?)),
+            Engine::Auto => match Ring::new(depth, event) {
+                Ok(ring) => Kernel::Ring(Box::new(ring)),
+                Err(error) => {
+                    tracing::info!(%error, "no io_uring: pieces go by threads");
+                    Kernel::Threads(Threads::new(depth, Arc::clone(&bell)))
+                }
+            },
+        };
+        let table = Mutex::new(Table::new(depth as usize, piece));
+        let (files, registered, notices, waiting) = Default::default();
+        Ok(Queue { table, kernel, files, registered, bell, notices, waiting })
+    }
+
+    /// How pieces reach files.
+    pub fn engine(&self) -> &'static str {
+        match self.kernel {
+            Kernel::Ring(_) => "io_uring",
+            Kernel::Threads(_) => "threads",
+        }
+    }
+
+    /// Takes a file: of a mount, of a disk, or a block device.
+    ///
+    /// # Errors
+    /// EMFILE if it has as many as it can.
+    pub fn file(&self, file: OwnedFd) -> io::Result<FileId> {
+        let raw = file.as_raw_fd();
+        let id = self.add(Target::File(Arc::new(file)))?;
+        if let Kernel::Ring(ring) = &self.kernel {
+            ring.register_file(id.0, raw)?;
+        }
+        Ok(id)
+    }
+
+    /// A learner without a mount: its writes contribute, and [`Op::Sync`] commits.
+    ///
+    /// # Errors
+    /// EMFILE if the queue has as many files as it can.
+    pub fn learner(&self, learner: Arc<Contributor>) -> io::Result<FileId> {
+        self.add(Target::Learner(Arc::new(LearnerFile::new(learner))))
+    }
+
+    /// A version without a mount. The queue holds it until [`Self::close`].
+    ///
+    /// # Errors
+    /// EMFILE if the queue has as many files as it can.
+    pub fn version(&self, version: Reader) -> io::Result<FileId> {
+        self.add(Target::Version(VersionFile::new(version)))
+    }
+
+    fn add(&self, target: Target) -> io::Result<FileId> {
+        let mut files = self.files.lock();
+        let free = files.iter().position(Option::is_none).unwrap_or(files.len());
+        if free >= MAX_REGISTERED as usize {
+            return Err(Errno::EMFILE.into());
+        }
+        if free == files.len() {
+            files.push(None);
+        }
+        files[free] = Some(Arc::new(target));
+        Ok(FileId(free))
+    }
+
+    /// Gives a file up.
+    ///
+    /// # Errors
+    /// EBADF if there is none, EBUSY while a request uses it.
+    pub fn close(&self, file: FileId) -> Result<(), Errno> {
+        let mut files = self.files.lock();
+        let place = files.get_mut(file.0).filter(|place| place.is_some()).ok_or(Errno::EBADF)?;
+        if self.table.lock().uses(file.0) {
+            return Err(Errno::EBUSY);
+        }
+        if let (Kernel::Ring(ring), Some(Target::File(_))) = (&self.kernel, place.as_deref()) {
+            let _ = ring.register_file(file.0, -1);
+        }
+        *place = None;
+        Ok(())
+    }
+
+    /// Memory for requests, which the kernel knows ahead where it can.
+    ///
+    /// # Errors
+    /// ENOMEM.
+    pub fn buffer(&self, len: usize) -> io::Result<Buffer> {
+        let buffer = Buffer::new(len)?;
+        // Without a registration it is slower, and nothing else.
+        // SAFETY: the queue keeps the mapping.
+        let _ = unsafe { self.register(&buffer) };
+        Ok(buffer)
+    }
+
+    /// Registers memory: requests in it take less of the kernel's time.
+    ///
+    /// # Errors
+    /// ENOSPC if as much is registered as can be, EINVAL for more than 1 GiB, ENOMEM above `ulimit -l`.
+    ///
+    /// # Safety
+    /// Memory that was lent stays mapped as long as the queue.
+    pub unsafe fn register(&self, memory: &Buffer) -> io::Result<()> {
+        let (start, len) = memory.span();
+        let mut registered = self.registered.lock();
+        if registered.len() >= MAX_REGISTERED as usize {
+            return Err(Errno::ENOSPC.into());
+        }
+        if len == 0 || len > MAX_BUFFER {
+            return Err(Errno::EINVAL.into());
+        }
+        if let Kernel::Ring(ring) = &self.kernel {
+            // SAFETY: the caller's promise, and what the queue keeps itself.
+            unsafe { ring.register_buffer(registered.len(), memory.start(), len)? };
+        }
+        registered.push((start, len, memory.kept()));
+        Ok(())
+    }
+
+    /// Submits a request for all of `buffer` at `offset` of the file. [`Op::Sync`] takes [`Buffer::none`].
+    ///
+    /// # Errors
+    /// EBADF for no such file, EINVAL for an offset past the largest file, EAGAIN if there are [`MAX_REQUESTS`].
+    pub fn submit(
+        &self,
+        file: FileId,
+        op: Op,
+        offset: u64,
+        buffer: Buffer,
+        timeout: Duration,
+    ) -> Result<Ticket, Errno> {
+        if self.files.lock().get(file.0).is_none_or(Option::is_none) {
+            return Err(Errno::EBADF);
+        }
+        let len = if op == Op::Sync { 0 } else { buffer.len() };
+        if offset.checked_add(len as u64).is_none_or(|end| end > i64::MAX as u64) {
+            return Err(Errno::EINVAL);
+        }
+        let now = Instant::now();
+        let deadline = now.checked_add(timeout).unwrap_or(now + Duration::from_secs(u64::from(u32::MAX)));
+        let ticket = {
+            let mut table = self.table.lock();
+            if table.len() >= MAX_REQUESTS {
+                return Err(Errno::EAGAIN);
+            }
+            table.submit((file.0, op, offset), buffer, len, deadline)
+        };
+        self.pump();
+        self.flush();
+        Ok(Ticket(ticket))
+    }
+
+    /// Begins pieces while there is room.
+    fn pump(&self) {
+        loop {
+            let mut table = self.table.lock();
+            let Some((slot, piece)) = table.begin() else { return };
+            let work = self.work(&table, &piece);
+            drop(table);
+            self.begin(slot, &piece, work);
+        }
+    }
+
+    fn work(&self, table: &Table<Buffer>, piece: &Piece) -> Work {
+        let memory = table.memory(piece.ticket);
+        let (start, len) = memory.map_or((0, 0), Buffer::span);
+        let registered = self.registered.lock();
+        let within = |(at, size, _): &(usize, usize, _)| len > 0 && start >= *at && start + len <= at + size;
+        let number = registered.iter().position(within).map(|number| number as u16);
+        let none = Buffer::none();
+        let place = memory.unwrap_or(&none).place(piece.start, piece.len, number);
+        Work { file: piece.file, op: piece.op, offset: piece.offset, place }
+    }
+
+    fn begin(&self, slot: usize, piece: &Piece, work: Work) {
+        let target = self.files.lock().get(piece.file).cloned().flatten();
+        let begun = match (target.as_deref(), &self.kernel) {
+            (None, _) => Err(Errno::EBADF),
+            // SAFETY: the table keeps the memory until the piece has ended.
+            (Some(Target::File(_)), Kernel::Ring(ring)) => unsafe { ring.begin(slot, &work) },
+            (Some(Target::File(file)), Kernel::Threads(threads)) => {
+                threads.begin(slot, Arc::clone(file), work)
+            }
+            (Some(Target::Version(version)), _) => {
+                self.bell.ring(slot, version.read(&work));
+                Ok(())
+            }
+            (Some(Target::Learner(learner)), _) => {
+                learner.begin(slot, work, piece.deadline, Arc::clone(&self.bell));
+                Ok(())
+            }
+        };
+        if let Err(errno) = begun {
+            self.bell.ring(slot, Err(errno));
+        }
+    }
+
+    fn flush(&self) {
+        if let Kernel::Ring(ring) = &self.kernel
+            && let Err(errno) = ring.submit()
+        {
+            tracing::warn!(%errno, "io_uring");
+        }
+    }
+
+    /// Takes what has ended, gives up what is late, and begins what there is room for.
+    fn turn(&self) {
+        let mut ended = std::mem::take(&mut *self.bell.ended.lock());
+        if let Kernel::Ring(ring) = &self.kernel {
+            ring.reap(&mut ended);
+        }
+        for (slot, result) in ended {
+            let mut table = self.table.lock();
+            if let Some(rest) = table.ended(slot, result) {
+                let work = self.work(&table, &rest);
+                drop(table);
+                self.begin(slot, &rest, work);
+            }
+        }
+        let late = self.table.lock().expire(Instant::now());
+        self.cancel_pieces(late);
+        self.pump();
+        self.flush();
+    }
+
+    fn cancel_pieces(&self, pieces: Vec<(usize, Piece)>) {
+        for (slot, piece) in pieces {
+            let target = self.files.lock().get(piece.file).cloned().flatten();
+            match (target.as_deref(), &self.kernel) {
+                (Some(Target::File(_)), Kernel::Ring(ring)) => ring.cancel(slot),
+                (Some(Target::Learner(learner)), _) if piece.op == Op::Sync => learner.withdraw(),
+                // It ends by itself.
+                _ => {}
+            }
+        }
+    }
+
+    /// Waits until `min` requests have ended, or the time is over, and returns those that have ended. With 0 it does not
+    /// wait.
+    ///
+    /// # Errors
+    /// What the kernel says. The requests go on.
+    pub fn wait(&self, min: usize, timeout: Duration) -> Result<Vec<Completion>, Errno> {
+        self.wait_for(min, usize::MAX, timeout)
+    }
+
+    /// The same for `max` requests at most.
+    ///
+    /// # Errors
+    /// As for [`Self::wait`].
+    pub fn wait_for(&self, min: usize, max: usize, timeout: Duration) -> Result<Vec<Completion>, Errno> {
+        let end = Instant::now().checked_add(timeout);
+        let left = || end.map_or(LONGEST_SLEEP, |end| end.saturating_duration_since(Instant::now()));
+        let Some(_turn) = self.waiting.try_lock_for(left()) else { return Ok(Vec::new()) };
+        self.silence();
+        loop {
+            self.turn();
+            let sleep = {
+                let mut table = self.table.lock();
+                // More cannot end than there are.
+                let enough = table.finished() >= min.min(max).min(table.len());
+                if enough || left().is_zero() {
+                    let take = std::iter::from_fn(|| table.take()).take(max);
+                    return Ok(take.map(Completion::from).collect());
+                }
+                let due = table.deadline().map(|at| at.saturating_duration_since(Instant::now()));
+                left().min(due.unwrap_or(LONGEST_SLEEP)).min(LONGEST_SLEEP)
+            };
+            self.sleep(sleep)?;
+        }
+    }
+
+    fn sleep(&self, longest: Duration) -> Result<(), Errno> {
+        match &self.kernel {
+            Kernel::Ring(ring) => ring.wait(longest),
+            Kernel::Threads(_) => threads::wait(&self.bell.event, longest),
+        }
+    }
+
+    /// What was rung so far is about to be looked at.
+    fn silence(&self) {
+        if let Some(notices) = &*self.notices.lock() {
+            let _ = notices.read();
+        }
+        // The ring is told of each write anew, and leaves the count alone.
+        if matches!(self.kernel, Kernel::Threads(_)) {
+            let _ = self.bell.event.read();
+        }
+    }
+
+    /// A descriptor that is readable when something may have ended, for poll(2) and its like. [`Self::wait`] makes it
+    /// silent.
+    ///
+    /// # Errors
+    /// EMFILE, or what the kernel says.
+    pub fn event(&self) -> io::Result<OwnedFd> {
+        let mut notices = self.notices.lock();
+        let event = match (&*notices, &self.kernel) {
+            (Some(event), _) => Arc::clone(event),
+            (None, Kernel::Threads(_)) => Arc::clone(&self.bell.event),
+            (None, Kernel::Ring(ring)) => {
+                let event = Arc::new(event()?);
+                ring.notify(&event)?;
+                // Something may have ended before.
+                event.write(1)?;
+                Arc::clone(notices.insert(event))
+            }
+        };
+        event.as_fd().try_clone_to_owned()
+    }
+
+    /// Cancels a request. It ends with ECANCELED, unless it is over by then, once the kernel has let go of its memory.
+    pub fn cancel(&self, ticket: Ticket) {
+        let slots = self.table.lock().give_up(ticket.0, Errno::ECANCELED);
+        self.cancel_pieces(slots);
+        self.flush();
+    }
+
+    /// The number of requests that were submitted and not returned by a wait.
+    pub fn len(&self) -> usize {
+        self.table.lock().len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl From<Finished<Buffer>> for Completion {
+    fn from(Finished { ticket, result, memory }: Finished<Buffer>) -> Completion {
+        Completion { ticket: Ticket(ticket), result, buffer: memory }
+    }
+}
+
+impl Drop for Queue {
+    /// Cancels what is under way, and waits for the kernel to let go of its memory.
+    fn drop(&mut self) {
+        let tickets = self.table.lock().tickets();
+        tickets.into_iter().for_each(|ticket| self.cancel(Ticket(ticket)));
+        while !self.table.lock().tickets().is_empty() {
+            self.turn();
+            if !self.table.lock().tickets().is_empty() && self.sleep(LONGEST_SLEEP).is_err() {
+                // The kernel may write into memory that would be given back.
+                std::process::abort();
+            }
+        }
+    }
+}
