@@ -1,8 +1,11 @@
 //! Reading versions: a version is held open, so that its bytes do not change.
 
+use std::io;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use crate::bytes::loan::Loan;
 use crate::bytes::region::Region;
 use crate::client::{Job, VersionView};
 use crate::transport::stream::{Guard, LentPayload};
@@ -62,6 +65,15 @@ impl Reader {
         let mut again = Reader::open(&self.job, self.version)?;
         again.view = self.view.clone();
         Some(again)
+    }
+
+    /// Lends the version's memory to a program outside. The loan is to be given back before the reader is dropped; else
+    /// the memory is never used again.
+    ///
+    /// # Errors
+    /// As [`Loan::of`].
+    pub fn lend(&self) -> io::Result<(Loan, OwnedFd)> {
+        Loan::of(self.region().memory())
     }
 
     /// The version's number.

@@ -4,6 +4,7 @@ pub mod available;
 pub mod block;
 pub mod crc32c;
 pub mod kernels;
+pub mod loan;
 pub mod mmap;
 pub mod region;
 pub mod surplus;

@@ -37,7 +37,7 @@ use crate::transport::reactor::Reactor;
 use crate::transport::stream::{Guard, LentPayload};
 use crate::transport::tally::Payloads;
 use crate::vocabulary::controls::Controls;
-use crate::vocabulary::ids::{ClientId, LearnerId, Step, Version};
+use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::reducer::{Content, Hyper, Reducer};
@@ -111,6 +111,11 @@ impl Job {
     /// The model's name.
     pub fn model(&self) -> &str {
         &self.shared.model
+    }
+
+    /// The life of the model's name, of which the job was told when it began.
+    pub fn generation(&self) -> Generation {
+        self.shared.record.generation
     }
 
     /// The layout.

@@ -261,7 +261,8 @@ impl Versions {
         let Some(shown) = self.shown.remove(&version) else { return };
         // A buffer that a connection may still read is not written again.
         let is_read = shown.is_sent && Arc::strong_count(shown.buffer.memory()) > 1;
-        if shown.hold.is_none() && !is_read {
+        // Nor is one that a program outside has, and has not given back.
+        if shown.hold.is_none() && !is_read && !shown.buffer.memory().is_lent() {
             self.free.push(shown.buffer);
         }
     }
@@ -351,7 +352,8 @@ impl Versions {
     fn take_one(&mut self, max: usize) -> io::Result<Region> {
         // A connection may still read the memory of the last ones.
         let kept = self.kept.take().map(|(region, _)| region);
-        let kept = kept.filter(|region| Arc::strong_count(region.memory()) == 1);
+        let is_idle = |memory: &Arc<Mapping>| Arc::strong_count(memory) == 1 && !memory.is_lent();
+        let kept = kept.filter(|region| is_idle(region.memory()));
         let free = self.free.pop().inspect(|_| self.surplus.taken(self.free.len()));
         let region = match free.or(kept) {
             // The key names these weights to the coordinator, which may still get messages about earlier ones.
@@ -614,6 +616,32 @@ mod tests {
         assert_eq!(versions.buffers(), (2, 1));
         let fourth = of(shows(&mut versions, 4));
         assert!(fourth.0 == second.0 && fourth.1 != second.1, "it has another name");
+    }
+
+    #[test]
+    fn a_buffer_that_was_lent_and_not_given_back_is_let_go_of() {
+        use crate::bytes::loan::Loan;
+
+        for gives_back in [true, false] {
+            let mut versions = Versions::new(4096);
+            versions.back(0, 4).unwrap();
+            versions.publish(Version(1));
+            let memory = Arc::downgrade(versions.get(Version(1)).unwrap().buffer.memory());
+            assert!(versions.open(Version(1)));
+            let (loan, _) = Loan::of(&memory.upgrade().unwrap()).unwrap();
+            versions.back(0, 4).unwrap();
+            versions.publish(Version(2));
+            if gives_back {
+                loan.give_back();
+            } else {
+                drop(loan);
+            }
+            versions.close(Version(1));
+            versions.unpin(Version(1), 1);
+            versions.recycle(0, 4);
+            assert_eq!(versions.buffers(), if gives_back { (2, 1) } else { (1, 0) });
+            assert_eq!(memory.upgrade().is_some(), gives_back);
+        }
     }
 
     #[test]

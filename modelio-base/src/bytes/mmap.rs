@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -43,6 +43,8 @@ pub struct Mapping {
     attached: Mutex<Attached>,
     /// All its pages are promised to whoever touches them.
     promised: AtomicBool,
+    /// Loans that nobody has given back ([`super::loan::Loan`]).
+    pub(super) lent: AtomicU32,
 }
 
 impl fmt::Debug for Mapping {
@@ -87,24 +89,17 @@ impl Mapping {
         let Some(start) = aligned_room(len)? else {
             // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
             let address = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &fd, 0)? };
-            return Ok(Mapping {
-                fd: Some(fd),
-                address: address.cast(),
-                len,
-                attached: Mutex::default(),
-                promised: AtomicBool::new(false),
-            });
+            return Ok(Mapping::new(Some(fd), address.cast(), len));
         };
         let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
         // SAFETY: it replaces pages that `aligned_room` has reserved for this.
         let address = unsafe { mmap(Some(start), size, protection, flags, &fd, 0)? };
-        Ok(Mapping {
-            fd: Some(fd),
-            address: address.cast(),
-            len,
-            attached: Mutex::default(),
-            promised: AtomicBool::new(false),
-        })
+        Ok(Mapping::new(Some(fd), address.cast(), len))
+    }
+
+    fn new(fd: Option<OwnedFd>, address: NonNull<u8>, len: usize) -> Mapping {
+        let (promised, lent) = (AtomicBool::new(false), AtomicU32::new(0));
+        Mapping { fd, address, len, attached: Mutex::default(), promised, lent }
     }
 
     /// `len` zero bytes (> 0) of private memory, in huge pages where the kernel has them.
@@ -117,13 +112,7 @@ impl Mapping {
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
         let address = unsafe { mmap_anonymous(None, size, protection, flags)? };
-        let mapping = Mapping {
-            fd: None,
-            address: address.cast(),
-            len,
-            attached: Mutex::default(),
-            promised: AtomicBool::new(false),
-        };
+        let mapping = Mapping::new(None, address.cast(), len);
         // SAFETY: advice on our own pages. A kernel without huge pages says EINVAL, which is no loss.
         let _ = unsafe { madvise(address, len, MmapAdvise::MADV_HUGEPAGE) };
         Ok(mapping)
@@ -160,10 +149,7 @@ impl Mapping {
     /// # Errors
     /// The kernel's error.
     pub fn fix_size(&self) -> io::Result<()> {
-        if let Some(fd) = &self.fd {
-            fcntl(fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW))?;
-        }
-        Ok(())
+        self.add_seals(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW)
     }
 
     /// From now on nobody can write the memfd or map it writable through its descriptor; this mapping
@@ -172,11 +158,22 @@ impl Mapping {
     /// # Errors
     /// The kernel's error (before Linux 5.1: EINVAL).
     pub fn seal(&self) -> io::Result<()> {
-        if let Some(fd) = &self.fd {
-            let seals = SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW;
+        self.add_seals(SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW)
+    }
+
+    /// Others who have the memfd may have sealed its seals. Those that it has are not asked for again.
+    fn add_seals(&self, seals: SealFlag) -> io::Result<()> {
+        if let Some(fd) = &self.fd
+            && !SealFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GET_SEALS)?).contains(seals)
+        {
             fcntl(fd, FcntlArg::F_ADD_SEALS(seals))?;
         }
         Ok(())
+    }
+
+    /// Whether a program outside may have the memory ([`super::loan::Loan`]): then it is never written again.
+    pub fn is_lent(&self) -> bool {
+        self.lent.load(Ordering::Acquire) > 0
     }
 
     /// Whether all its pages are promised ([`super::available::promise`]).

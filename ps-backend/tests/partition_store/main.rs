@@ -10,6 +10,7 @@ mod driver;
 mod groups;
 mod in_place;
 mod layerwise;
+mod lending;
 mod moving;
 mod partly;
 mod random;

@@ -182,7 +182,7 @@ impl Regions {
         if self.known.len() >= MAX_REGIONS {
             return Err(RegionError::TooMany);
         }
-        if self.known.contains_key(&number) {
+        if self.has(number) {
             return Err(RegionError::Taken(number));
         }
         if bytes > self.most_bytes {
@@ -199,6 +199,11 @@ impl Regions {
     /// [`RegionError::Unknown`].
     pub fn unshare(&mut self, number: u32) -> Result<(), RegionError> {
         self.known.remove(&number).map(drop).ok_or(RegionError::Unknown(number))
+    }
+
+    /// Whether the peer shares a region of this number.
+    pub fn has(&self, number: u32) -> bool {
+        self.known.contains_key(&number)
     }
 
     /// The whole of a region, which has `len` bytes and is sealed against writing. Memory that programs get to see

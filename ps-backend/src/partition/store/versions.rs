@@ -242,8 +242,9 @@ impl Versions {
         idle.retain(|version| !is_read(version));
         for version in idle {
             match self.remove(version) {
-                Some(Left::GivenUp) => self.live -= 1,
-                Some(Left::Free(buffer)) => self.free.push(buffer),
+                Some(Left::Free(buffer)) if !buffer.region.memory().is_lent() => self.free.push(buffer),
+                // A program outside may still read it.
+                Some(Left::GivenUp | Left::Free(_)) => self.live -= 1,
                 None => {}
             }
         }

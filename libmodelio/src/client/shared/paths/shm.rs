@@ -6,6 +6,8 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
+
 use super::Connection;
 use super::named::{AHEAD, Named, PeerMemory};
 use crate::bytes::mmap::Mapping;
@@ -36,7 +38,11 @@ struct OfHost {
     borrowed: Regions,
     /// The log says that versions are shown where they lie.
     said: bool,
+    kept: Kept,
 }
+
+/// Versions in the shard's memory that programs outside may have: its regions, and the requests that the shard waits for.
+type Kept = Arc<Mutex<Vec<(u32, u64)>>>;
 
 impl PeerMemory for OfHost {
     const FAST: FastPath = FastPath::SharedMemory;
@@ -76,9 +82,15 @@ impl PeerMemory for OfHost {
                     let (model, address) = (&to.shared.model, to.route.address());
                     tracing::info!(%model, address, "versions are shown where they lie, in the shard's memory");
                 }
-                let (link, epoch) = (to.link.clone(), to.route.epoch());
-                let hold = Hold { link, epoch, request: received.header.request() };
-                to.shared.show_at(&to.route, version, Region::new(memory, RegionKey(region.into())), hold);
+                let (link, epoch, request) = (to.link.clone(), to.route.epoch(), received.header.request());
+                let shown = Region::new(memory, RegionKey(region.into()));
+                let hold = Hold { link, epoch, request, region: shown.clone(), kept: Arc::clone(&self.kept) };
+                to.shared.show_at(&to.route, version, shown, hold);
+                // Where the shard has let go of the memory, it may know that nothing is shown.
+                for (_, request) in self.kept.lock().extract_if(.., |(of, _)| !self.borrowed.has(*of)) {
+                    to.link
+                        .send(Outgoing { epoch: to.route.epoch(), ..Outgoing::new(request, Message::Done) });
+                }
             }
             Message::BlockAt { version, block, region, offset } => {
                 let layout = &to.shared.layout;
@@ -126,10 +138,16 @@ struct Hold {
     link: Link,
     epoch: Epoch,
     request: u64,
+    region: Region,
+    kept: Kept,
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
+        // A program outside may go on reading it: to the shard, this end goes on showing it.
+        if self.region.memory().is_lent() {
+            return self.kept.lock().push((self.region.key().0 as u32, self.request));
+        }
         // If the connection has ended, the shard never writes that memory again.
         let done = Outgoing::new(self.request, Message::Done);
         self.link.send(Outgoing { epoch: self.epoch, ..done });
@@ -185,6 +203,7 @@ impl Shared {
                 lent: Lender::default(),
                 borrowed: Regions::new(longest),
                 said: false,
+                kept: Kept::default(),
             };
             let conversation = Data::new(this, route, Named::new(memory));
             threads.serve(meeting, Box::new(Framed::new(conversation, Link::default(), AHEAD)));
