@@ -21,8 +21,8 @@ mod temporary;
 mod tensors_name;
 mod text_file;
 
-use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
 use parking_lot::{Mutex, RwLock};
@@ -48,6 +48,8 @@ const VERSION: &str = "user.gradfs.version";
 const DTYPE: &str = "user.gradfs.dtype";
 const SHAPE: &str = "user.gradfs.shape";
 const ERROR: &str = "user.gradfs.error";
+/// Where to borrow the memory, and the key to it. It is in no list: copies of a file should not have it.
+const MEMORY: &str = "user.gradfs.memory";
 
 /// Where a learner's `tensors` leads.
 const TENSORS_LINK: &str = "../../tensors";
@@ -67,6 +69,8 @@ pub struct Fs {
     status: StatusSource,
     /// Values of settings that programs are still writing.
     drafts: DraftRoom,
+    /// The socket's name at which the memory of versions is lent, once it is.
+    lender: OnceLock<String>,
 }
 
 /// The place of a model: its index is that of no other as long as the mount lasts, so the kernel never takes an old
@@ -96,6 +100,7 @@ impl Fs {
             one_trace: OnlyOne::default(),
             status,
             drafts: DraftRoom::default(),
+            lender: OnceLock::new(),
         };
         models.into_iter().for_each(|model| drop(fs.add(model)));
         fs
@@ -301,7 +306,22 @@ impl Fs {
             return Err(none());
         }
         let Node::Model(index, file) = self.node(ino)? else { return Err(none()) };
-        value(&*self.tree(index)?, file, name).ok_or_else(none)
+        let tree = self.tree(index)?;
+        if name == MEMORY && matches!(file, File::Weights(_) | File::RetainedWeights(_)) {
+            let at = self.lender.get().zip(tree.key.as_ref());
+            return at.map(|(socket, key)| format!("{socket} {key}")).ok_or_else(none);
+        }
+        value(&tree, file, name).ok_or_else(none)
+    }
+
+    /// The memory of versions is lent at the socket of this name.
+    pub fn lends_at(&self, socket: String) {
+        let _ = self.lender.set(socket);
+    }
+
+    /// The model that is shown and has this key, by which its memory is lent.
+    pub fn with_key(&self, key: &str) -> Option<Arc<ModelTree>> {
+        self.shown().into_iter().find(|tree| tree.key.as_deref() == Some(key))
     }
 }
 

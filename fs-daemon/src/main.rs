@@ -16,6 +16,7 @@ mod error;
 mod fs;
 mod fuse;
 mod launch;
+mod lending;
 mod logging;
 mod memory;
 mod metrics;

@@ -16,6 +16,7 @@ use crate::fs::model_tree::Kernel;
 use crate::fs::node;
 use crate::fuse;
 use crate::fuse::calls::Calls;
+use crate::lending::Lending;
 use crate::memory;
 use crate::metrics;
 use crate::mountpoint::Mountpoint;
@@ -88,6 +89,8 @@ pub fn serve(
     let started = Calls::start(models.clone(), passthrough, Access { owner: (uid, gid), umask })
         .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
     let calls = Arc::clone(&started.calls);
+    let lending = Lending::start(&calls.fs)
+        .map_err(|error| Error::new("cannot lend the memory of versions").caused_by(error))?;
     let shown = || {
         let fs = Arc::clone(&calls.fs);
         move || fs.shown().iter().map(|tree| Arc::clone(&tree.model)).collect::<Vec<_>>()
@@ -140,7 +143,7 @@ pub fn serve(
     }
     let why = stops.wait();
     tracing::info!("stopping: {why}");
-    drop((scraped, devices));
+    drop((scraped, devices, lending));
     calls.shut_down();
     mountpoint.detach()?;
     // Files may still be open; their programs get errors once the process is gone.

@@ -1,6 +1,7 @@
 //! One model's part of the tree: the state that its files need besides the model itself.
 
 use std::collections::HashSet;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
@@ -47,6 +48,18 @@ pub struct ModelTree {
     pub temporaries: Temporaries,
     /// Length of the header of `weights.safetensors`, the same in all versions.
     pub safetensors_header_len: u64,
+    /// Whoever knows this may borrow the model's memory. None if the system had no random number.
+    pub key: Option<String>,
+}
+
+/// A name that nobody can guess.
+///
+/// # Errors
+/// When the system has no random numbers yet.
+pub fn unguessable() -> io::Result<String> {
+    let mut random = [0; 16];
+    getrandom::fill(&mut random).map_err(io::Error::other)?;
+    Ok(format!("{:032x}", u128::from_ne_bytes(random)))
 }
 
 impl ModelTree {
@@ -70,6 +83,7 @@ impl ModelTree {
             publications: Arc::default(),
             temporaries: Temporaries::default(),
             safetensors_header_len: safetensors_header(&model, Version(0)).len() as u64,
+            key: unguessable().ok(),
             model,
         }
     }
