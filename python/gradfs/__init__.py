@@ -32,14 +32,15 @@ from .first_file import create_from
 from .following import follow
 from .layout import Layout, Tensor
 from .learner import Learner, Step
+from .memory import Memory
 from .model import Model, open
 from .weights import View, Weights
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Busy", "Closed", "GradfsError", "Layout", "Learner", "Left", "Model", "NotMounted", "Refused", "Step", "Stopped",
-    "Tensor", "Timeout", "View", "Weights", "create_from", "follow", "open", "publish",
+    "Busy", "Closed", "GradfsError", "Layout", "Learner", "Left", "Memory", "Model", "NotMounted", "Refused", "Step",
+    "Stopped", "Tensor", "Timeout", "View", "Weights", "create_from", "follow", "open", "publish",
 ]  # fmt: skip
 
 

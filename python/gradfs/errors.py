@@ -95,6 +95,11 @@ def of(error: OSError, doing: str, model: str, learner: str | None = None, words
     return kind(f"{doing}: {text or error.strerror or error}", error.errno)
 
 
+def named(words: str, number: int) -> GradfsError:
+    """The exception for an error with words of its own."""
+    return _KINDS.get(number, GradfsError)(words, number)
+
+
 @contextlib.contextmanager
 def explained(doing: str, model: str, learner: str | None = None, words: bool = True) -> Iterator[None]:
     """Makes an `OSError` of its block one of the exceptions here."""

@@ -15,6 +15,7 @@ from .control import Control
 from .errors import NotMounted, Refused, Timeout, explained, read
 from .layout import Layout
 from .learner import Contributor, Learner, Step
+from .memory import Memory
 
 # Seconds that one call of poll waits. It could take 24 days.
 _LONGEST_POLL = 3600.0
@@ -110,6 +111,15 @@ class Model(Contributor):
         with Step(self._file("publish"), self.layout, self._model) as step:
             step.update(values)
         return self.version
+
+    def memfd(self, version: int | None = None) -> Memory:
+        """Borrows the memory of a version that is here, or of the newest: a descriptor that no daemon stands behind.
+
+        It waits for no step. `with model.memfd() as memory:` gives it back. Raises GradfsError with ENOENT if the
+        version is gone, and with ENOMEM if programs hold as many versions as they may.
+        """
+        self._check()
+        return Memory(self._model, version)
 
     def join(self, name: str | None = None) -> Learner:
         """Joins the job as a learner, of a free name if none is given.
