@@ -204,7 +204,10 @@ int modelio_write(modelio_handle handle, const uint8_t *data, size_t size, uint6
 int modelio_commit(modelio_handle handle, uint32_t timeout_ms);
 
 /*
- Takes back what was written and not committed. Nothing of it counts when this has returned 0.
+ Takes back what was written and not committed. Nothing of it counts when this has returned 0. A commit that another
+ thread waits for ends with -EINTR then, unless it counts already.
+
+ -EBUSY if that commit does not end in time.
 
  -EIO if a commit that had no answer counts, or may count; `modelio_error` says which.
  */
@@ -256,6 +259,14 @@ int modelio_open_weights(modelio_handle model_or_learner, uint32_t timeout_ms, m
  `version` points to memory for it.
  */
 int modelio_weights(modelio_handle weights, struct modelio_version_info *version);
+
+/*
+ A descriptor of the memory of `weights`, which can be read and mapped, and not written. It is the caller's to close,
+ and may be passed on. Its bytes never change, also after `weights` is closed: the memory is not used again.
+
+ Returns the descriptor, or -EMFILE.
+ */
+int modelio_memfd(modelio_handle weights);
 
 /*
  Why the thread's last call that failed did so. The text stays until its next call that fails. It is empty before the

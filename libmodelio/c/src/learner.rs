@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::members::{Attached, is_learner_name, wrong_learner_name};
 use libmodelio::wire::ReduceOp;
@@ -17,6 +17,9 @@ use crate::publication::Publication;
 
 /// The longest wait for the answer that a learner has left. Its lease ends for one that has none.
 const LEAVES: Duration = Duration::from_secs(10);
+
+/// How often an abort looks whether a commit was answered.
+const ANSWERED: Duration = Duration::from_millis(10);
 
 /// A learner that this process has joined as.
 pub(crate) struct Learner {
@@ -72,8 +75,21 @@ impl Learner {
     }
 
     fn abort(&self, timeout: Duration) -> Outcome<()> {
-        *self.share.lock() = Share::None;
-        self.note(wait_for(timeout, |done| self.contributor.take_back(timeout, done)))
+        let end = Instant::now() + timeout;
+        loop {
+            // A commit of another thread ends soon after this, unless it counts already.
+            self.contributor.withdraw();
+            let left = end.saturating_duration_since(Instant::now());
+            match wait_for(left, |done| self.contributor.take_back(left, done)) {
+                Err(ContributeError::Busy) if !left.is_zero() => std::thread::sleep(ANSWERED),
+                outcome => {
+                    if !matches!(outcome, Err(ContributeError::Busy)) {
+                        *self.share.lock() = Share::None;
+                    }
+                    return self.note(outcome);
+                }
+            }
+        }
     }
 
     fn note<T>(&self, outcome: Result<T, ContributeError>) -> Outcome<T> {
@@ -176,7 +192,10 @@ pub extern "C" fn modelio_commit(handle: Handle, timeout_ms: u32) -> c_int {
     }))
 }
 
-/// Takes back what was written and not committed. Nothing of it counts when this has returned 0.
+/// Takes back what was written and not committed. Nothing of it counts when this has returned 0. A commit that another
+/// thread waits for ends with -EINTR then, unless it counts already.
+///
+/// -EBUSY if that commit does not end in time.
 ///
 /// -EIO if a commit that had no answer counts, or may count; `modelio_error` says which.
 #[unsafe(no_mangle)]

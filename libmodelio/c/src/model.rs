@@ -1,6 +1,7 @@
 //! A model, and versions of it that stay unchanged.
 
 use std::ffi::{c_char, c_int};
+use std::os::fd::IntoRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::handles::{Handle, either, get, open};
 use crate::learner::Learner;
-use crate::outcome::{Failure, Outcome, done, store, string, timeout};
+use crate::outcome::{Failure, Outcome, answer, done, store, string, timeout};
 
 /// The registry's port where a URL names none.
 const DEFAULT_PORT: u16 = 7070;
@@ -219,4 +220,18 @@ pub unsafe extern "C" fn modelio_weights(weights: Handle, version: *mut ModelioV
             store(version, ModelioVersion { data: bytes.as_ptr(), size: bytes.len() as u64, version: of })
         };
     }))
+}
+
+/// A descriptor of the memory of `weights`, which can be read and mapped, and not written. It is the caller's to close,
+/// and may be passed on. Its bytes never change, also after `weights` is closed: the memory is not used again.
+///
+/// Returns the descriptor, or -EMFILE.
+#[unsafe(no_mangle)]
+pub extern "C" fn modelio_memfd(weights: Handle) -> c_int {
+    let opened = get::<Weights>(weights, "weights").and_then(|weights| {
+        // It is never given back.
+        let (_, memory) = weights.reader.lend()?;
+        Ok(memory.into_raw_fd() as usize)
+    });
+    answer(opened) as c_int
 }
