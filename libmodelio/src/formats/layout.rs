@@ -21,3 +21,22 @@ pub fn layout_text(tensors: &[Tensor]) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::vocabulary::layout::DType;
+
+    use super::*;
+
+    #[test]
+    fn a_line_of_the_layout_has_four_fields_whatever_a_tensor_is_called() {
+        let tensor = |name: &str, shape: &[usize], start| Tensor {
+            name: name.into(),
+            dtype: DType::parse("bf16").unwrap(),
+            shape: shape.into(),
+            bytes: start..start + 2,
+        };
+        let tensors = [tensor("a b", &[30, 1000], 0), tensor("x\ty\n\\z", &[], 60_000)];
+        assert_eq!(layout_text(&tensors), "a b\tBF16\t[30,1000]\t0\nx\\ty\\n\\\\z\tBF16\t[]\t60000\n");
+    }
+}
