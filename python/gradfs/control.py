@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from .errors import GradfsError, Refused, explained, read
+from .errors import GradfsError, Refused, explained
+from .places import Place
 
 # Rules and patterns, one a line. Only these may be empty.
 _LISTS = ("frozen", "tensors")
@@ -22,40 +24,30 @@ class Control(MutableMapping[str, Any]):
     changes nothing. There is no setting to delete.
     """
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, place: Place, model: str) -> None:
+        self._place, self._model = place, model
 
     def __getitem__(self, name: str) -> str:
         with explained(f"control/{name}", self._model, words=False):
             try:
-                return read(self._path(name)).rstrip("\n")
-            except FileNotFoundError:
-                raise self._unknown(name) from None
+                return self._place.read(self._path(name)).rstrip("\n")
+            except OSError as error:
+                raise self._missing(name, error) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
         text = _text(value)
         with explained(f"control/{name} = {text!r} (the log of the mount says why)", self._model, words=False):
             try:
-                file = os.open(self._path(name), os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
-            except FileNotFoundError:
-                raise self._unknown(name) from None
-            try:
-                if text or name not in _LISTS:
-                    _write(file, f"{text}\n".encode())
-                os.fsync(file)
-            except BaseException:
-                # The close would fail, too, and is not to hide the reason.
-                with contextlib.suppress(OSError):
-                    os.close(file)
-                raise
-            os.close(file)
+                self._place.write(self._path(name), f"{text}\n" if text or name not in _LISTS else "")
+            except OSError as error:
+                raise self._missing(name, error) from None
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("a setting cannot be deleted: write another value")
 
     def __iter__(self) -> Iterator[str]:
         with explained("control", self._model, words=False):
-            return iter(sorted(os.listdir(os.path.join(self._model, "control"))))
+            return iter(sorted(self._place.names(os.path.join(self._model, "control"))))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -71,9 +63,6 @@ class Control(MutableMapping[str, Any]):
         """
         for other in others:
             settings = {**dict(other), **settings}
-        for name in settings:
-            if not os.path.exists(self._path(name)):
-                self[name]
         before = {name: self[name] for name in settings}
         left = sorted(settings, key=lambda name: name != "reducer")
         while left:
@@ -105,6 +94,9 @@ class Control(MutableMapping[str, Any]):
             raise self._unknown(name)
         return os.path.join(self._model, "control", name)
 
+    def _missing(self, name: str, error: OSError) -> BaseException:
+        return self._unknown(name) if error.errno == errno.ENOENT and list(self) else error
+
     def _unknown(self, name: str) -> BaseException:
         near = difflib.get_close_matches(name, list(self), 1)
         return KeyError(f"there is no setting {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
@@ -131,8 +123,3 @@ def _is_equal(text: str, other: str) -> bool:
         return struct.pack("f", float(text)) == struct.pack("f", float(other))
     except (ValueError, OverflowError):
         return False
-
-
-def _write(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]

@@ -58,6 +58,10 @@ class Stopped(GradfsError):
     """The job is stopped, or has lost what it needs to go on."""
 
 
+class Worded(OSError):
+    """An error whose text says all there is to say."""
+
+
 _KINDS: dict[int, type[GradfsError]] = {
     errno.EINVAL: Refused,
     errno.EFBIG: Refused,
@@ -72,7 +76,7 @@ _KINDS: dict[int, type[GradfsError]] = {
     errno.ECANCELED: Stopped,
 }
 # What a file gives whose learner, model or daemon has gone.
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED}
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED, errno.EHOSTUNREACH}
 # The kernel or the C library gives these without asking the daemon, so that `error` says nothing of them.
 _WITHOUT_WORDS = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EMFILE, errno.EBADF, errno.ECONNABORTED}
 
@@ -83,13 +87,14 @@ def of(error: OSError, doing: str, model: str, learner: str | None = None, words
     `doing` begins the text. With `words`, the file `error` is read for the reason.
     """
     number = error.errno or 0
-    text = ""
-    if words and number not in _WITHOUT_WORDS:
+    text = error.strerror or "" if isinstance(error, Worded) else ""
+    if not text and words and number not in _WITHOUT_WORDS:
         with contextlib.suppress(OSError):
             text = read(os.path.join(learner or model, "error")).strip()
     kind = _KINDS.get(number, GradfsError)
     if number in _GONE:
-        kind = Left if learner is not None and _is_there(model) else NotMounted
+        is_left = learner is not None and (number == errno.ENOTCONN if text else _is_there(model))
+        kind = Left if is_left else NotMounted
         if not text:
             text = "the learner is no longer in the job" if kind is Left else f"no model answers at {model}"
     return kind(f"{doing}: {text or error.strerror or error}", error.errno)

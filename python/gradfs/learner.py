@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any, final, overload
 
 from . import arrays, errors
-from .errors import Busy, Closed, Left, NotMounted, Refused, explained, read
+from .errors import Busy, Closed, Left, NotMounted, Refused, explained
 from .layout import Layout, Tensor, elements
+from .places import Place, Sink
 from .weights import Weights
 
 # The buffers that one call of pwritev takes: IOV_MAX of Linux.
@@ -34,7 +35,7 @@ class Step:
     zero, and a tensor that nobody writes stays as it is.
     """
 
-    def __init__(self, path: str, layout: Layout, model: str, learner: str | None = None) -> None:
+    def __init__(self, place: Place, path: str, layout: Layout, model: str, learner: str | None = None) -> None:
         self._layout, self._model, self._learner = layout, model, learner
         self._where = os.path.basename(path) if learner is None else f"learner {os.path.basename(learner)}"
         self._written: dict[str, list[tuple[int, int]]] = {}
@@ -43,9 +44,8 @@ class Step:
         self.committed = False
         """Whether the contribution counts."""
         with self._explained():
-            # Without O_TRUNC, a contribution may be a part of the model.
-            self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._end = weakref.finalize(self, _abandon, self._file, self._pid)
+            self._sink = place.sink(path)
+        self._end = weakref.finalize(self, _abandon, self._sink, self._pid)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Writes a whole tensor. Raises Refused, and writes nothing, if its name, shape or type does not fit."""
@@ -86,8 +86,7 @@ class Step:
         done: list[None] = []
         try:
             try:
-                # All of it in C, so that no exception of a signal comes between the success and its record.
-                done.extend(map(os.fsync, (self._file,)))
+                self._sink.commit(done)
             finally:
                 if done:
                     self.committed = True
@@ -126,7 +125,7 @@ class Step:
 
     def _take_back(self) -> None:
         try:
-            _truncate(self._file)
+            self._sink.take_back()
         except OSError as error:
             reason = errors.of(error, self._where, self._model, self._learner)
             # The close drops it, too, where it is not under way to count.
@@ -142,7 +141,7 @@ class Step:
         if self._end.detach() is not None:
             # What the step has written was committed or taken back. The close says nothing more.
             with contextlib.suppress(OSError):
-                os.close(self._file)
+                self._sink.close()
 
     def _check(self) -> None:
         if os.getpid() != self._pid:
@@ -181,7 +180,7 @@ class Step:
         self._is_empty = False
         with self._explained():
             while buffers:
-                written = os.pwritev(self._file, buffers, at)
+                written = self._sink.write(buffers, at)
                 at += written
                 while buffers and written >= buffers[0].nbytes:
                     written -= buffers.pop(0).nbytes
@@ -195,8 +194,9 @@ class Step:
 class Contributor:
     """What a model and a learner have in common: weights to pull, and gradients to push."""
 
-    def __init__(self, model: str, layout: Layout, learner: str | None = None) -> None:
+    def __init__(self, place: Place, model: str, layout: Layout, learner: str | None = None) -> None:
         self.layout = layout
+        self._place = place
         self._model, self._learner = model, learner
         self.path = learner or model
         """The directory."""
@@ -209,14 +209,14 @@ class Contributor:
         """The number of the newest version."""
         self._check()
         with self._explained("version"):
-            return int(read(self._file("version")))
+            return int(self._place.read(self._file("version")))
 
     @property
     def error(self) -> str:
         """Why the last call was refused, in words. It is empty if none was since the last contribution."""
         self._check()
         with self._explained("error"):
-            return read(self._file("error")).strip()
+            return self._place.read(self._file("error")).strip()
 
     @overload
     def pull(self) -> Weights: ...
@@ -231,7 +231,7 @@ class Contributor:
         or all, and the number of the version is returned. Raises Timeout after `control/timeout`; then ask again.
         """
         self._check()
-        weights = Weights(self._file("weights"), self.layout, self._model, self._learner)
+        weights = Weights(self._place, self._file("weights"), self.layout, self._model, self._learner)
         if out is None:
             return weights
         with weights:
@@ -246,7 +246,7 @@ class Contributor:
             before = self._step() if self._step is not None else None
             if before is not None and not before.has_ended:
                 raise Busy(f"{self.path}: another step has begun, and has to end first", errno.EBUSY)
-            step = Step(self._file("gradients"), self.layout, self._model, self._learner)
+            step = Step(self._place, self._file("gradients"), self.layout, self._model, self._learner)
             self._step = weakref.ref(step)
         return step
 
@@ -284,12 +284,12 @@ class Learner(Contributor):
     the learner can pull, but neither contribute nor leave.
     """
 
-    def __init__(self, model: str, layout: Layout, path: str, is_own: bool) -> None:
-        super().__init__(model, layout, path)
+    def __init__(self, place: Place, model: str, layout: Layout, path: str, is_own: bool) -> None:
+        super().__init__(place, model, layout, path)
         self._pid = os.getpid()
         with self._explained(f"learner {self.name}"):
             incarnation = self._status()["incarnation"]
-        self._leave = weakref.finalize(self, _leave, path, incarnation, self._pid) if is_own else None
+        self._leave = weakref.finalize(self, _leave, place, path, incarnation, self._pid) if is_own else None
 
     @property
     def name(self) -> str:
@@ -307,14 +307,13 @@ class Learner(Contributor):
         """How much a contribution counts: the samples behind it, for example. A new one counts from the next step."""
         self._check()
         with self._explained("weight"):
-            return float(read(self._file("weight")))
+            return float(self._place.read(self._file("weight")))
 
     @weight.setter
     def weight(self, value: float) -> None:
         self._check()
-        data = f"{float(value)!r}\n".encode()
-        with explained(f"weight {value}", self._model, self._learner), open(self._file("weight"), "wb", 0) as file:
-            file.write(data)
+        with explained(f"weight {value}", self._model, self._learner):
+            self._place.write(self._file("weight"), f"{float(value)!r}\n")
 
     def close(self) -> None:
         """Leaves the job, if `Model.join` made this learner. An open step is taken back."""
@@ -336,35 +335,31 @@ class Learner(Contributor):
             raise Closed(f"{self.path} belongs to process {self._pid}, from which this one was forked: join again")
 
     def _status(self) -> dict[str, str | int | float]:
-        pairs = (line.split(": ", 1) for line in read(self._file("status")).splitlines() if ": " in line)
+        pairs = (line.split(": ", 1) for line in self._place.read(self._file("status")).splitlines() if ": " in line)
         return {key: _number(value) if key not in ("id", "phase", "job") else value for key, value in pairs}
 
 
-def join(model: str, layout: Layout, name: str | None) -> Learner:
+def join(place: Place, model: str, layout: Layout, name: str | None) -> Learner:
     """Makes a learner, of a free name if none is given."""
     while True:
         chosen = name if name is not None else _free_name()
         path = os.path.join(model, "learners", chosen)
         try:
             with explained(f"join as {chosen}", model, words=False):
-                os.mkdir(path)
+                place.join(path)
         except Busy as error:
             if name is not None or error.errno != errno.EEXIST:
                 raise
             continue
         try:
-            learner = Learner(model, layout, path, is_own=True)
-            # The job knows from an open of `weights` which process uses the learner, and waits longer for it.
-            with explained("weights", model, path):
-                os.close(os.open(os.path.join(path, "weights"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-            return learner
+            return Learner(place, model, layout, path, is_own=True)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.rmdir(path)
+                place.leave(path)
             raise
 
 
-def find(model: str, layout: Layout, path_or_name: str | os.PathLike[str]) -> Learner:
+def find(place: Place, model: str, layout: Layout, path_or_name: str | os.PathLike[str]) -> Learner:
     """A learner that somebody else has made."""
     given = os.fspath(path_or_name)
     path = given if "/" in given else os.path.join(model, "learners", given)
@@ -372,7 +367,7 @@ def find(model: str, layout: Layout, path_or_name: str | os.PathLike[str]) -> Le
         raise NotMounted(f"{given} is no learner of {model}")
     if not os.path.isdir(path):
         raise Left(f"there is no learner {os.path.basename(path)} in {model}", errno.ENOENT)
-    return Learner(model, layout, path, is_own=False)
+    return Learner(place, model, layout, path, is_own=False)
 
 
 def _free_name() -> str:
@@ -380,41 +375,30 @@ def _free_name() -> str:
     return f"{host[:32] or 'learner'}-{os.getpid()}-{next(_numbers)}"
 
 
-def _leave(path: str, incarnation: Any, pid: int) -> None:
+def _leave(place: Place, path: str, incarnation: Any, pid: int) -> None:
     """Takes a learner out of its job, unless it belongs to another process, or its name to another learner."""
     if os.getpid() != pid:
         return
     with contextlib.suppress(OSError):
         try:
-            lines = read(os.path.join(path, "status")).splitlines()
+            lines = place.read(os.path.join(path, "status")).splitlines()
         except OSError as error:
             # A learner that was dropped still has a directory for this process, which rmdir takes away.
             if error.errno != errno.ENOTCONN:
                 raise
             lines = []
         if not lines or f"incarnation: {incarnation}" in lines:
-            os.rmdir(path)
+            place.leave(path)
 
 
-def _abandon(file: int, pid: int) -> None:
+def _abandon(sink: Sink, pid: int) -> None:
     """Takes back the step of an object that nobody has ended, also when the interpreter exits."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             try:
-                _truncate(file)
+                sink.take_back()
             finally:
-                os.close(file)
-
-
-def _truncate(file: int) -> None:
-    """Takes back what was written. A signal's exception waits until that is done."""
-    try:
-        os.ftruncate(file, 0)
-    except OSError:
-        raise
-    except BaseException:
-        os.ftruncate(file, 0)
-        raise
+                sink.close()
 
 
 def _number(text: str) -> str | int | float:

@@ -5,31 +5,34 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
-import time
 from collections.abc import Mapping
 from typing import Any, final
 
 from . import arrays, learner
 from .control import Control
-from .errors import NotMounted, Refused, Timeout, explained, read
+from .errors import NotMounted, Refused, Timeout, explained
 from .layout import Layout
 from .learner import Contributor, Learner, Step
 from .memory import Memory
-
-# Seconds that one call of poll waits. It could take 24 days.
-_LONGEST_POLL = 3600.0
+from .places import Files, Place
 
 
 def open(path: str | os.PathLike[str]) -> Model:
     """Opens a model by the path of its directory, or of a mount that has one model alone.
 
+    `gradfs://HOST:PORT/MODEL` opens one without a mount, by its registry's place.
+
     Raises NotMounted if there is none.
     """
     given = os.fspath(path)
     if given.startswith("gradfs://"):
-        raise Refused(f"{given}: models are opened by their path in a mount; mount it first (gradfs mount)")
-    given = os.path.abspath(given)
+        from .network import Network
+
+        given = given.rstrip("/")
+        with explained(given, given, words=False):
+            network = Network(given)
+            return Model(network, given, Layout.parse(network.read(f"{given}/layout")))
+    given, files = os.path.abspath(given), Files()
     directory = given
     with explained(given, given, words=False):
         if not os.path.exists(os.path.join(given, "layout")):
@@ -38,7 +41,7 @@ def open(path: str | os.PathLike[str]) -> Model:
                 has = f"has the models {', '.join(models)}: name one of them" if models else "is no model of a mount"
                 raise NotMounted(f"{given} {has}")
             directory = os.path.join(given, models[0])
-        return Model(directory, Layout.parse(read(os.path.join(directory, "layout"))))
+        return Model(files, directory, Layout.parse(files.read(os.path.join(directory, "layout"))))
 
 
 @final
@@ -49,9 +52,9 @@ class Model(Contributor):
     takes a learner of its own: `join`.
     """
 
-    def __init__(self, path: str, layout: Layout) -> None:
-        super().__init__(path, layout)
-        self._control = Control(path)
+    def __init__(self, place: Place, path: str, layout: Layout) -> None:
+        super().__init__(place, path, layout)
+        self._control = Control(place, path)
 
     @property
     def name(self) -> str:
@@ -68,7 +71,7 @@ class Model(Contributor):
         """What `status.json` has: the job's state, learners, settings and more."""
         self._check()
         with self._explained("status.json"):
-            status: dict[str, Any] = json.loads(read(self._file("status.json")))
+            status: dict[str, Any] = json.loads(self._place.read(self._file("status.json")))
         return status
 
     def wait(self, newer_than: int | None = None, timeout: float | None = None) -> int:
@@ -77,24 +80,12 @@ class Model(Contributor):
         Raises Timeout after as many seconds. Without `timeout` it waits for as long as it takes.
         """
         self._check()
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._explained("version"):
-            file = os.open(self._file("version"), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                poll = select.poll()
-                poll.register(file, select.POLLIN)
-                while True:
-                    version = int(os.pread(file, 32, 0))
-                    if newer_than is None:
-                        newer_than = version
-                    if version > newer_than:
-                        return version
-                    left = _LONGEST_POLL if deadline is None else deadline - time.monotonic()
-                    if left <= 0:
-                        raise Timeout(f"no version newer than {newer_than} within {timeout} s", errno.ETIMEDOUT)
-                    poll.poll(min(left, _LONGEST_POLL) * 1000 + 1)
-            finally:
-                os.close(file)
+            version, is_newer = self._place.wait(self._model, newer_than, timeout)
+        if not is_newer:
+            than = version if newer_than is None else newer_than
+            raise Timeout(f"no version newer than {than} within {timeout} s", errno.ETIMEDOUT)
+        return version
 
     def publish(self, values: Mapping[str, Any], meta: Mapping[str, str] | None = None) -> int:
         """Makes whole new weights the next version, and returns the number of the newest version then.
@@ -108,7 +99,7 @@ class Model(Contributor):
         if missing:
             raise Refused(f"publish: all tensors are needed, and these are missing: {', '.join(missing)}")
         arrays.checked(self.layout, values, "publish")
-        with Step(self._file("publish"), self.layout, self._model) as step:
+        with Step(self._place, self._file("publish"), self.layout, self._model) as step:
             step.update(values)
         return self.version
 
@@ -119,6 +110,8 @@ class Model(Contributor):
         version is gone, and with ENOMEM if programs hold as many versions as they may.
         """
         self._check()
+        if not isinstance(self._place, Files):
+            raise Refused("memfd: only a mount lends memory; without one, pull() copies nothing")
         return Memory(self._model, version)
 
     def join(self, name: str | None = None) -> Learner:
@@ -127,7 +120,7 @@ class Model(Contributor):
         `with model.join() as learner:` leaves the job however the block ends. Raises Busy if the name is in use.
         """
         self._check()
-        return learner.join(self._model, self.layout, name)
+        return learner.join(self._place, self._model, self.layout, name)
 
     def learner(self, path_or_name: str | os.PathLike[str]) -> Learner:
         """A learner that somebody else has made, as `gradfs run` does for a process (`GRADFS_LEARNER`).
@@ -135,7 +128,7 @@ class Model(Contributor):
         Its `with` leaves nothing. Raises Left if it is not there.
         """
         self._check()
-        return learner.find(self._model, self.layout, path_or_name)
+        return learner.find(self._place, self._model, self.layout, path_or_name)
 
     def __enter__(self) -> Model:
         return self

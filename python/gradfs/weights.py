@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -12,6 +9,7 @@ from . import arrays
 from .arrays import View
 from .errors import Closed, Refused, explained
 from .layout import Layout
+from .places import Place
 
 __all__ = ["View", "Weights"]
 
@@ -24,16 +22,12 @@ class Weights(Mapping[str, View]):
     tensor that came from them. `close()` lets go of the first alone, so views may be used after it.
     """
 
-    def __init__(self, path: str, layout: Layout, model: str, learner: str | None = None) -> None:
+    def __init__(self, place: Place, path: str, layout: Layout, model: str, learner: str | None = None) -> None:
         self.layout = layout
+        self._memory: memoryview | None
         with explained("weights", model, learner):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self.version = int(os.getxattr(file, "user.gradfs.version"))
-                """The number of the version."""
-                self._memory: memoryview | None = memoryview(_mapped(file, layout.nbytes))
-            finally:
-                os.close(file)
+            self.version, self._memory = place.map(path, layout.nbytes)
+            """The number of the version."""
 
     def __getitem__(self, name: str) -> View:
         if self._memory is None:
@@ -91,10 +85,3 @@ class Weights(Mapping[str, View]):
 
     def __repr__(self) -> str:
         return f"<Weights of version {self.version}: {len(self)} tensors>"
-
-
-def _mapped(file: int, size: int) -> mmap.mmap:
-    """A private mapping, which may be written as torch and DLPack demand."""
-    # From Python 3.13 on, the mapping need not keep a descriptor.
-    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-    return mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options)

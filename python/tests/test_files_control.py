@@ -80,6 +80,6 @@ def test_a_refused_update_names_the_setting_and_changes_nothing(control):
 
 
 def test_settings_of_a_dead_mount_are_not_mounted(control, tmp_path):
-    gone = gradfs.model.Control(str(tmp_path / "nothing"))
+    gone = gradfs.model.Control(gradfs.places.Files(), str(tmp_path / "nothing"))
     with pytest.raises(gradfs.NotMounted):
         list(gone)

@@ -261,12 +261,13 @@ int modelio_open_weights(modelio_handle model_or_learner, uint32_t timeout_ms, m
 int modelio_weights(modelio_handle weights, struct modelio_version_info *version);
 
 /*
- A descriptor of the memory of `weights`, which can be read and mapped, and not written. It is the caller's to close,
- and may be passed on. Its bytes never change, also after `weights` is closed: the memory is not used again.
+ A descriptor of the memory of `weights`, which can be read and mapped, and not written. It is the caller's to close.
+ Its bytes stay unchanged until `weights` is closed; with `passed_on` they never change, so that it may go to other
+ processes: the memory is not used again.
 
  Returns the descriptor, or -EMFILE.
  */
-int modelio_memfd(modelio_handle weights);
+int modelio_memfd(modelio_handle weights, int passed_on);
 
 /*
  Why the thread's last call that failed did so. The text stays until its next call that fails. It is empty before the

@@ -222,15 +222,20 @@ pub unsafe extern "C" fn modelio_weights(weights: Handle, version: *mut ModelioV
     }))
 }
 
-/// A descriptor of the memory of `weights`, which can be read and mapped, and not written. It is the caller's to close,
-/// and may be passed on. Its bytes never change, also after `weights` is closed: the memory is not used again.
+/// A descriptor of the memory of `weights`, which can be read and mapped, and not written. It is the caller's to close.
+/// Its bytes stay unchanged until `weights` is closed; with `passed_on` they never change, so that it may go to other
+/// processes: the memory is not used again.
 ///
 /// Returns the descriptor, or -EMFILE.
 #[unsafe(no_mangle)]
-pub extern "C" fn modelio_memfd(weights: Handle) -> c_int {
+pub extern "C" fn modelio_memfd(weights: Handle, passed_on: c_int) -> c_int {
     let opened = get::<Weights>(weights, "weights").and_then(|weights| {
-        // It is never given back.
-        let (_, memory) = weights.reader.lend()?;
+        let (loan, memory) = weights.reader.lend()?;
+        match passed_on {
+            0 => loan.give_back(),
+            // Nobody says when it is over.
+            _ => drop(loan),
+        }
         Ok(memory.into_raw_fd() as usize)
     });
     answer(opened) as c_int

@@ -32,6 +32,7 @@ fn of_model(model: &Model, name: &str) -> Outcome<String> {
         }
         "control" => SETTINGS.iter().map(|(name, _)| format!("{name}\n")).collect(),
         "status.json" => status(model),
+        "error" => String::new(),
         name => {
             let setting = name.strip_prefix("control/").ok_or_else(|| no_file(name))?;
             format!("{}\n", job.controls().get(setting).ok_or_else(|| no_file(name))?)

@@ -1,0 +1,286 @@
+"""A model without a mount: `gradfs://HOST:PORT/MODEL`, by the C library."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .errors import NotMounted, Worded
+from .places import Sink, mapped
+
+_LIBRARY = "libmodelio.so.0"
+# Seconds that a call waits in C before signals are looked at.
+_SLICE = 0.2
+# Seconds for what is answered at once, unless the job is out of reach. Waits for others take `control/timeout`.
+_PROMPT = 30.0
+_handle, _text, _size, _ms = ctypes.c_int64, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint32
+_CALLS: dict[str, list[Any]] = {
+    "connect": [_text, ctypes.c_void_p, ctypes.POINTER(_handle)],
+    "close": [_handle],
+    "get": [_handle, _text, ctypes.c_void_p, _size],
+    "set": [_handle, _text, _text, _ms],
+    "wait_version": [_handle, ctypes.c_uint64, _ms, ctypes.POINTER(ctypes.c_uint64)],
+    "open_weights": [_handle, _ms, ctypes.POINTER(_handle)],
+    "weights": [_handle, ctypes.c_void_p],
+    "memfd": [_handle, ctypes.c_int],
+    "join": [_handle, _text, _ms, ctypes.POINTER(_handle)],
+    "write": [_handle, ctypes.c_void_p, _size, ctypes.c_uint64, _ms],
+    "commit": [_handle, _ms],
+    "abort": [_handle, _ms],
+    "publish": [_handle, ctypes.POINTER(_handle)],
+}
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("size", ctypes.c_uint64), ("version", ctypes.c_uint64)]
+
+
+_library: ctypes.CDLL | None = None
+
+
+def _loaded() -> ctypes.CDLL:
+    """The library of this package, else the system's."""
+    global _library
+    if _library is None:
+        own = os.environ.get("MODELIO_LIBRARY") or os.path.join(os.path.dirname(__file__), _LIBRARY)
+        try:
+            library = ctypes.CDLL(own if os.path.exists(own) else _LIBRARY)
+        except OSError as error:
+            words = f"models without a mount need {_LIBRARY}, which scripts/library builds: {error}"
+            raise NotMounted(words, errno.ENOSYS) from error
+        for name, arguments in _CALLS.items():
+            call = getattr(library, f"modelio_{name}")
+            call.argtypes, call.restype = arguments, ctypes.c_ssize_t if name == "get" else ctypes.c_int
+        library.modelio_error.restype = _text
+        _library = library
+    return _library
+
+
+def _call(name: str, *arguments: Any) -> int:
+    """Calls the library, without the interpreter's lock. Raises OSError with its words."""
+    library = _loaded()
+    answer: int = getattr(library, f"modelio_{name}")(*arguments)
+    if answer < 0:
+        raise Worded(-answer, (library.modelio_error() or b"").decode())
+    return answer
+
+
+def _opened(name: str, *arguments: Any) -> int:
+    handle = _handle()
+    _call(name, *arguments, ctypes.byref(handle))
+    return handle.value
+
+
+def _waited(timeout: float, name: str, call: Callable[[int], int]) -> int:
+    """Calls with milliseconds to wait, again and again, so that a signal's exception comes soon."""
+    end = time.monotonic() + timeout
+    while True:
+        left = end - time.monotonic()
+        try:
+            return call(max(0, int(min(left, _SLICE) * 1000)))
+        except OSError as error:
+            if error.errno != errno.ETIMEDOUT or left <= _SLICE:
+                raise
+
+
+class _Write:
+    """A learner's contribution, or new weights."""
+
+    def __init__(self, handle: int, timeout: float, is_own: bool) -> None:
+        self._handle, self._ms, self._is_own = handle, int(timeout * 1000), is_own
+        self._began = False
+
+    def write(self, buffers: list[memoryview], at: int) -> int:
+        self._began = True
+        written = 0
+        for buffer in buffers:
+            _call("write", self._handle, _address(buffer), buffer.nbytes, at + written, self._ms)
+            written += buffer.nbytes
+        return written
+
+    def commit(self, done: list[None]) -> None:
+        failures: list[OSError] = []
+
+        def commit() -> None:
+            try:
+                _call("commit", self._handle, self._ms)
+                done.append(None)
+            except OSError as failure:
+                failures.append(failure)
+
+        # A signal's exception ends the wait of this thread, and not that of the call.
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=commit, daemon=True)
+            thread.start()
+            thread.join()
+        else:
+            commit()
+        if failures:
+            raise failures[0]
+
+    def take_back(self) -> None:
+        if self._began:
+            _call("abort", self._handle, self._ms)
+
+    def close(self) -> None:
+        if self._is_own:
+            _call("close", self._handle)
+        elif self._began:
+            _call("abort", self._handle, self._ms)
+
+
+def _address(buffer: memoryview) -> int:
+    """The address of memory that may be for reading alone."""
+    view = _Buffer()
+    _get_buffer(buffer, ctypes.byref(view), 0)
+    address: int = view.buf
+    # The memoryview keeps the memory.
+    _release_buffer(ctypes.byref(view))
+    return address
+
+
+class _Buffer(ctypes.Structure):
+    """Python's Py_buffer."""
+
+    _fields_ = [
+        ("buf", ctypes.c_void_p), ("obj", ctypes.c_void_p), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_int]
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = [ctypes.c_void_p]
+_release_buffer.restype = None
+
+
+class _Mapping(mmap.mmap):
+    """The memory of a version, which is held until nothing refers to this."""
+
+    def keep(self, handle: int) -> None:
+        self.handle = handle
+        _mappings.add(self)
+        weakref.finalize(self, _close_all, handle, {}, os.getpid())
+
+
+_mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+
+
+def _forks() -> None:
+    """What a child has mapped is never used again, for nobody hears when it lets go."""
+    for mapping in list(_mappings):
+        os.close(_call("memfd", mapping.handle, 1))
+
+
+os.register_at_fork(before=_forks)
+
+
+class Network:
+    """A connection to a model. Its learners are this process's own."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._learners: dict[str, int] = {}
+        self._model = _opened("connect", self._url.encode(), None)
+        self._end = weakref.finalize(self, _close_all, self._model, self._learners, os.getpid())
+
+    def read(self, path: str) -> str:
+        handle, name = self._of(path)
+        size = _call("get", handle, name, None, 0)
+        while True:
+            text = ctypes.create_string_buffer(size + 1)
+            now = _call("get", handle, name, text, size)
+            if now <= size:
+                return text.raw[:now].decode()
+            size = now
+
+    def write(self, path: str, text: str) -> None:
+        handle, name = self._of(path)
+        _call("set", handle, name, text.encode(), int(_PROMPT * 1000))
+
+    def names(self, path: str) -> list[str]:
+        return self.read(path).split()
+
+    def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
+        version = ctypes.c_uint64()
+        if newer_than is None:
+            newer_than = int(self.read(f"{model}/version"))
+        end = None if timeout is None else time.monotonic() + timeout
+        # Before version 0 there is none.
+        if newer_than < 0:
+            return int(self.read(f"{model}/version")), True
+        while True:
+            left = _SLICE if end is None else max(0.0, min(_SLICE, end - time.monotonic()))
+            try:
+                _call("wait_version", self._model, newer_than, int(left * 1000), ctypes.byref(version))
+                return version.value, True
+            except OSError as error:
+                if error.errno != errno.ETIMEDOUT:
+                    raise
+                if end is not None and time.monotonic() >= end:
+                    return version.value, False
+
+    def map(self, path: str, size: int) -> tuple[int, memoryview]:
+        handle, _ = self._of(path)
+        opened = _handle()
+        _waited(self._timeout(), "open_weights", lambda ms: _call("open_weights", handle, ms, ctypes.byref(opened)))
+        try:
+            version = _Version()
+            _call("weights", opened, ctypes.byref(version))
+            file = _call("memfd", opened, 0)
+            try:
+                memory = mapped(file, size, _Mapping)
+            finally:
+                os.close(file)
+            memory.keep(opened.value)
+        except BaseException:
+            _call("close", opened)
+            raise
+        return version.version, memoryview(memory)
+
+    def sink(self, path: str) -> Sink:
+        handle, name = self._of(path)
+        if name == b"publish":
+            return _Write(_opened("publish", self._model), self._timeout(), True)
+        if handle == self._model:
+            # As a mount has one of its own.
+            handle = self._learners[""] = _opened("join", self._model, None, int(_PROMPT * 1000))
+        return _Write(handle, self._timeout(), False)
+
+    def join(self, path: str) -> None:
+        name = os.path.basename(path)
+        self._learners[name] = _opened("join", self._model, name.encode(), int(_PROMPT * 1000))
+
+    def leave(self, path: str) -> None:
+        handle = self._learners.pop(os.path.basename(path), None)
+        if handle is not None:
+            _call("close", handle)
+
+    def _timeout(self) -> float:
+        return float(self.read(f"{self._url}/control/timeout"))
+
+    def _of(self, path: str) -> tuple[int, bytes]:
+        name = path[len(self._url) + 1 :]
+        if name in ("gradients", "weights", "error"):
+            return self._learners.get("", self._model), name.encode()
+        if not name.startswith("learners/"):
+            return self._model, name.encode()
+        _, learner, name = name.split("/", 2)
+        if learner not in self._learners:
+            raise Worded(errno.ENOTCONN, f"learner {learner} is not one of this process")
+        return self._learners[learner], name.encode()
+
+
+def _close_all(model: int, learners: dict[str, int], pid: int) -> None:
+    if os.getpid() == pid:
+        for handle in [*learners.values(), model]:
+            _loaded().modelio_close(handle)

@@ -1,0 +1,161 @@
+"""Where a model is: in a mount, as files, or on a network (`network`). Both answer to the same names."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import sys
+import time
+from typing import Any, Protocol, TypeVar
+
+# Seconds that one call of poll waits. It could take 24 days.
+_LONGEST_POLL = 3600.0
+
+
+class Sink(Protocol):
+    """Something that is being written, and counts when it is committed."""
+
+    def write(self, buffers: list[memoryview], at: int) -> int:
+        """Writes from the byte `at` on, and returns how many bytes were taken."""
+
+    def commit(self, done: list[None]) -> None:
+        """Ends it. `done` gets an entry in the same moment in which it counts."""
+
+    def take_back(self) -> None:
+        """Takes back what was written, so that nothing of it counts."""
+
+    def close(self) -> None:
+        """Gives it up."""
+
+
+class Place(Protocol):
+    """A model's place. Paths begin with that of the model. Errors are `OSError`."""
+
+    def read(self, path: str) -> str:
+        """The text of a small file."""
+
+    def write(self, path: str, text: str) -> None:
+        """Writes one."""
+
+    def names(self, path: str) -> list[str]:
+        """The names in a directory."""
+
+    def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
+        """Waits for a version newer than the given one, or than the newest now. Returns the newest, and whether it is."""
+
+    def map(self, path: str, size: int) -> tuple[int, memoryview]:
+        """The number and the bytes of the version that `weights` shows. They may be changed for this process alone."""
+
+    def sink(self, path: str) -> Sink:
+        """Begins to write `gradients` or `publish`."""
+
+    def join(self, path: str) -> None:
+        """Makes a learner."""
+
+    def leave(self, path: str) -> None:
+        """Takes it out of the job."""
+
+
+class _File:
+    """A file that is written."""
+
+    def __init__(self, path: str) -> None:
+        # Without O_TRUNC, a contribution may be a part of the model.
+        self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def write(self, buffers: list[memoryview], at: int) -> int:
+        return os.pwritev(self._file, buffers, at)
+
+    def commit(self, done: list[None]) -> None:
+        # All of it in C, so that no exception of a signal comes between the success and its record.
+        done.extend(map(os.fsync, (self._file,)))
+
+    def take_back(self) -> None:
+        try:
+            os.ftruncate(self._file, 0)
+        except OSError:
+            raise
+        except BaseException:
+            # A signal's exception waits until that is done.
+            os.ftruncate(self._file, 0)
+            raise
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class Files:
+    """A mount."""
+
+    def read(self, path: str) -> str:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+
+    def write(self, path: str, text: str) -> None:
+        file = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+        try:
+            data = text.encode()
+            while data:
+                data = data[os.write(file, data) :]
+            os.fsync(file)
+        except BaseException:
+            # The close would fail, too, and is not to hide the reason.
+            with contextlib.suppress(OSError):
+                os.close(file)
+            raise
+        os.close(file)
+
+    def names(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        file = os.open(os.path.join(model, "version"), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            poll = select.poll()
+            poll.register(file, select.POLLIN)
+            while True:
+                version = int(os.pread(file, 32, 0))
+                if newer_than is None:
+                    newer_than = version
+                left = _LONGEST_POLL if deadline is None else deadline - time.monotonic()
+                if version > newer_than or left <= 0:
+                    return version, version > newer_than
+                poll.poll(min(left, _LONGEST_POLL) * 1000 + 1)
+        finally:
+            os.close(file)
+
+    def map(self, path: str, size: int) -> tuple[int, memoryview]:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return int(os.getxattr(file, "user.gradfs.version")), memoryview(mapped(file, size, mmap.mmap))
+        finally:
+            os.close(file)
+
+    def sink(self, path: str) -> Sink:
+        return _File(path)
+
+    def join(self, path: str) -> None:
+        os.mkdir(path)
+        try:
+            # The job knows from an open of `weights` which process uses the learner, and waits longer for it.
+            os.close(os.open(os.path.join(path, "weights"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+            raise
+
+    def leave(self, path: str) -> None:
+        os.rmdir(path)
+
+
+_Memory = TypeVar("_Memory", bound=mmap.mmap)
+
+
+def mapped(file: int, size: int, kind: type[_Memory]) -> _Memory:
+    """A private mapping, which may be written as torch and DLPack demand."""
+    # From Python 3.13 on, the mapping need not keep a descriptor.
+    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    return kind(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options)
