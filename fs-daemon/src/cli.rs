@@ -13,6 +13,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches as _, Parser, Subcommand, 
 
 use crate::config::{UpArgs, explained};
 use crate::error::{self, Error};
+use crate::follow::args::FollowArgs;
 use crate::logging::LogArgs;
 use crate::run::args::RunArgs;
 use crate::trace;
@@ -46,6 +47,12 @@ pub enum Command {
         override_usage = "gradfs run [OPTIONS] -n <N|auto> MODEL -- COMMAND..."
     )]
     Run(RunArgs),
+    /// Run a command, or tell a server, for each new version of a mounted model
+    #[command(
+        after_help = include_str!("cli/help/follow.txt").trim_end(),
+        override_usage = "gradfs follow [OPTIONS] PATH [--exec COMMAND | --post URL]"
+    )]
+    Follow(FollowArgs),
     /// Run a PyTorch script as a data-parallel job: makes the model, mounts it, and starts learners
     #[command(
         after_help = include_str!("cli/help/launch.txt").trim_end(),

@@ -13,6 +13,7 @@ mod config;
 mod crash;
 mod device;
 mod error;
+mod follow;
 mod fs;
 mod fuse;
 mod launch;
@@ -87,6 +88,7 @@ fn run(cli: Cli, given: &ArgMatches) -> Result<ExitCode, Error> {
             }
         }
         Command::Run(args) => return run::run(&args),
+        Command::Follow(args) => return follow::run(&args),
         Command::Launch { args } => launch::run(&args),
         Command::Cluster(command) => {
             return run_cluster(command, &CLUSTER.layers(given, std::env::vars_os())?, ready);

@@ -7,7 +7,7 @@
 pub mod args;
 mod job;
 mod output;
-mod process;
+pub mod process;
 mod progress;
 mod supervisor;
 mod tuner;

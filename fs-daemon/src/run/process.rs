@@ -13,7 +13,7 @@ use nix::sys::signal::{SigSet, Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::Pid;
 
-use super::supervisor::End;
+pub use super::supervisor::End;
 
 /// A command and the environment of this process.
 pub struct Program {

@@ -45,7 +45,8 @@ impl End {
         }
     }
 
-    fn in_words(self) -> String {
+    /// The same in words, behind the name of the process.
+    pub fn in_words(self) -> String {
         match self {
             End::Exited(status) => format!("has ended with status {status}"),
             End::Killed(number) => match Signal::try_from(number) {
