@@ -6,11 +6,12 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import gradfs_binary, ran
+from conftest import gradfs_binary, pause, ran
 from filetools import BLOCK, HANGS, array, eventually, filled
 
 #: Every value of a version is its number.
@@ -104,6 +105,7 @@ def test_follow_begins_where_it_is_told(model, follow):
         assert ended(later)[0] == f"{model.version()}\n"
 
 
+@pytest.mark.also_on_network
 def test_follow_holds_the_version_while_the_command_runs(model, follow, tmp_path):
     """Also where nothing is retained, in all forms."""
     os.mkfifo(tmp_path / "go")
@@ -248,6 +250,20 @@ def test_follow_ends_while_a_server_hangs(model, follow, server):
     publish(model)
     eventually(lambda: to.got)
     process.send_signal(signal.SIGTERM)
+    ended(process, 128 + signal.SIGTERM)
+
+
+def test_follow_ends_while_the_mount_hangs(model, follow):
+    process = follow(model.model)
+    pause(model.pid)
+    try:
+        # It looks every two seconds whether the mount is there, and now gets no answer.
+        time.sleep(2.5)
+        process.send_signal(signal.SIGTERM)
+        # The kernel closes its files when the mount answers.
+        eventually(lambda: not there(process.pid))
+    finally:
+        os.kill(model.pid, signal.SIGCONT)
     ended(process, 128 + signal.SIGTERM)
 
 

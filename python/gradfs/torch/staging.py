@@ -60,12 +60,48 @@ class Bucket:
     missing: int = 0
 
 
+class Host:
+    """The host's memory of tensors that lie elsewhere, or not in one piece. It is kept, and pinned for GPUs."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def of(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for the tensor with this place in the job: its own where that will do."""
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            return tensor.detach()
+        kept = self._kept.get(offset)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._kept[offset] = kept
+        return kept
+
+    def fetch(self, given: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+        """The tensors, each with its place, in the host's memory. GPUs copy all of them at once."""
+        pairs = [(offset, tensor.detach(), self.of(offset, tensor)) for offset, tensor in given]
+        self._copied([(held, tensor) for _, tensor, held in pairs])
+        return [(offset, held) for offset, _, held in pairs]
+
+    def bring(self, given: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Gives the tensors what has been read into their memory here."""
+        self._copied([(tensor.detach(), self.of(offset, tensor)) for offset, tensor in given])
+
+    def _copied(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        pairs = [(to, of) for to, of in pairs if to.device != of.device or to.data_ptr() != of.data_ptr()]
+        with torch.no_grad():
+            for to, of in pairs:
+                to.copy_(of, non_blocking=True)
+        for device in {each.device for pair in pairs for each in pair if each.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+
 class Files:
     """The files of a learner. Each wait ends after ``control/timeout`` and ``control/patience``."""
 
     def __init__(self, learner: Path) -> None:
         self.learner, self.model = learner, learner.parent.parent
         self.layout = Layout.parse((self.model / "layout").read_text())
+        self.host = Host()
 
     def explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return explained(f"{doing} of {self.learner.name}", str(self.model), str(self.learner))
@@ -103,13 +139,11 @@ class Files:
 
     def read(self, slots: Iterable[Slot]) -> None:
         """Reads weights into the tensors' own memory."""
-        with self.explained("reading weights"), _closing(self.open_weights()) as file, torch.no_grad():
-            held = [(slot, host(slot.tensor)) for slot in slots if slot.at.nbytes]
-            for offset, pieces in _runs((slot.at.offset, memory(on_host)) for slot, on_host in held):
+        with self.explained("reading weights"), _closing(self.open_weights()) as file:
+            given = [(slot.at.offset, slot.tensor) for slot in slots if slot.at.nbytes]
+            for offset, pieces in _runs((at, memory(self.host.of(at, tensor))) for at, tensor in given):
                 _wholly(os.preadv, file, pieces, offset)
-            for slot, on_host in held:
-                if on_host is not slot.tensor.data and on_host.data_ptr() != slot.tensor.data_ptr():
-                    slot.tensor.copy_(on_host)
+            self.host.bring(given)
 
 
 class Copied:
@@ -129,9 +163,8 @@ class Copied:
             given = [(slot.at.offset, slot.tensor.grad) for slot in self.trained if slot.tensor.grad is not None]
             given += [(slot.at.offset, slot.tensor) for slot in self.buffers]
             try:
-                for offset, pieces in _runs(
-                    (at, memory(host(t.detach()))) for at, t in sorted(given, key=_offset) if t.numel()
-                ):
+                held = self.files.host.fetch((at, t) for at, t in sorted(given, key=_offset) if t.numel())
+                for offset, pieces in _runs((at, memory(tensor)) for at, tensor in held):
                     _wholly(os.pwritev, self._file, pieces, offset)
                 self.files.sync(self._file)
             except BaseException:
@@ -252,12 +285,6 @@ def can_map(layout: Layout, trained: list[Slot], status: dict[str, object]) -> b
     plain = all(slot.tensor.device.type == "cpu" and slot.tensor.is_contiguous() for slot in trained)
     most = sum(slot.at.nbytes for slot in trained) >= 0.75 * layout.nbytes
     return plain and most and bool(trained) and bool(status.get("passthrough"))
-
-
-def host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, contiguous in the host's memory: itself where it is so."""
-    tensor = tensor.data
-    return tensor if tensor.device.type == "cpu" and tensor.is_contiguous() else tensor.to("cpu").contiguous()
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
