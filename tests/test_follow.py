@@ -75,6 +75,13 @@ def lines(path):
     return path.read_text().split() if path.exists() else []
 
 
+def threads(process):
+    try:
+        return os.listdir(f"/proc/{process.pid}/task")
+    except FileNotFoundError:
+        return []
+
+
 def there(pid):
     """Whether a process runs, and is no zombie."""
     try:
@@ -259,9 +266,10 @@ def test_follow_ends_while_the_mount_hangs(model, follow):
     try:
         # It looks every two seconds whether the mount is there, and now gets no answer.
         time.sleep(2.5)
+        assert sum(map(there, threads(process))) > 2
         process.send_signal(signal.SIGTERM)
-        # The kernel closes its files when the mount answers.
-        eventually(lambda: not there(process.pid))
+        # Its last thread closes its files, for which the kernel waits for the mount.
+        eventually(lambda: sum(map(there, threads(process))) <= 1)
     finally:
         os.kill(model.pid, signal.SIGCONT)
     ended(process, 128 + signal.SIGTERM)

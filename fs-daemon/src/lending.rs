@@ -211,7 +211,6 @@ impl Borrower {
 
 /// A version that a program has borrowed.
 struct Lent {
-    /// Dropped before the reader.
     loan: Loan,
     reader: Reader,
     tree: Arc<ModelTree>,

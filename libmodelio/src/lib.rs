@@ -55,6 +55,8 @@ pub mod contributor;
 #[doc(hidden)]
 pub mod disk;
 #[doc(hidden)]
+pub mod explained;
+#[doc(hidden)]
 pub mod formats;
 #[doc(hidden)]
 pub mod mapped;

@@ -78,8 +78,6 @@ pub use libmodelio::vocabulary::members::{MemberView, WaitedFor};
 use serde::{Deserialize, Serialize};
 
 pub use actions::{Action, Contribution, JobPlan, Now, Opening, Source, Ticket, Work};
-pub use commit::NOT_COMMITTED;
-pub use deadlines::ALL_BUFFERS_HELD;
 use formation::Formation;
 use grace::Grace;
 use incarnations::Incarnations;

@@ -92,6 +92,8 @@ def of(error: OSError, doing: str, model: str, learner: str | None = None, words
         with contextlib.suppress(OSError):
             text = read(os.path.join(learner or model, "error")).strip()
     kind = _KINDS.get(number, GradfsError)
+    if number == errno.EBADF and text:
+        kind = Closed
     if number in _GONE:
         is_left = learner is not None and (number == errno.ENOTCONN if text else _is_there(model))
         kind = Left if is_left else NotMounted

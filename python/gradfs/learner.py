@@ -14,15 +14,13 @@ from typing import Any, final, overload
 from . import arrays, errors
 from .errors import Busy, Closed, Left, NotMounted, Refused, explained
 from .layout import Layout, Tensor, elements
-from .places import Place, Sink
+from .places import COUNTS, Place, Sink
 from .weights import Weights
 
 # The buffers that one call of pwritev takes: IOV_MAX of Linux.
 _MOST_BUFFERS = 1024
 # Bytes that one call begins with. What is converted takes as much memory, and the next tensor's.
 _MOST_BYTES = 64 << 20
-# What `error` says if a contribution that was to be taken back counts.
-_COUNTS = "counts after all"
 _numbers = itertools.count()
 
 
@@ -131,7 +129,7 @@ class Step:
             # The close drops it, too, where it is not under way to count.
             if error.errno != errno.EIO:
                 return
-            self.committed = _COUNTS in str(reason)
+            self.committed = COUNTS in str(reason)
             if not self.committed:
                 raise reason from error
         finally:

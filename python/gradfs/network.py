@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import errno
 import mmap
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import NotMounted, Worded
-from .places import Sink, mapped
+from .places import COUNTS, Sink, mapped
 
 _LIBRARY = "libmodelio.so.0"
 # Seconds that a call waits in C before signals are looked at.
@@ -96,6 +97,10 @@ class _Write:
     def __init__(self, handle: int, timeout: float, is_own: bool) -> None:
         self._handle, self._ms, self._is_own = handle, int(timeout * 1000), is_own
         self._began = False
+        self._done: list[None] = []
+        # The commit of another thread, if it was started, and its end.
+        self._started: list[int] = []
+        self._ended = threading.Event()
 
     def write(self, buffers: list[memoryview], at: int) -> int:
         self._began = True
@@ -111,23 +116,28 @@ class _Write:
         def commit() -> None:
             try:
                 _call("commit", self._handle, self._ms)
+                self._began = False
                 done.append(None)
             except OSError as failure:
                 failures.append(failure)
+            finally:
+                self._ended.set()
 
-        # A signal's exception ends the wait of this thread, and not that of the call.
-        if threading.current_thread() is threading.main_thread():
-            thread = threading.Thread(target=commit, daemon=True)
-            thread.start()
-            thread.join()
-        else:
-            commit()
+        # A signal's exception ends the wait of this thread, and not the call. It is known whether the call has begun.
+        self._done = done
+        self._started.extend(map(_thread.start_new_thread, (commit,), ((),)))
+        self._ended.wait()
         if failures:
             raise failures[0]
 
     def take_back(self) -> None:
         if self._began:
             _call("abort", self._handle, self._ms)
+        if self._started:
+            # It was withdrawn, or counts.
+            self._ended.wait()
+            if self._done:
+                raise Worded(errno.EIO, f"the contribution {COUNTS}")
 
     def close(self) -> None:
         if self._is_own:

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 # Seconds that one call of poll waits. It could take 24 days.
 _LONGEST_POLL = 3600.0
+# What an error says if a contribution that was to be taken back counts.
+COUNTS = "counts after all"
 
 
 class Sink(Protocol):

@@ -1,4 +1,7 @@
-"""Mounts for the tests. The binary is $GRADFS_BIN, or `gradfs` on PATH.
+"""Models for the tests: in mounts, and without one. The binary is $GRADFS_BIN, or `gradfs` on PATH.
+
+Tests of the files below run in both places, unless they are marked `mounted`. Without a mount, the package calls the C
+library, $MODELIO_LIBRARY: these tests are its conformance, too.
 
 def test_something(start):
     model = gradfs.open(start({"w": numpy.zeros(4, "f4")}, "--reducer", "sgd"))
@@ -7,6 +10,7 @@ def test_something(start):
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +32,70 @@ def binary():
     return found
 
 
+IN_BOTH = {f"test_files_{name}" for name in ("control", "follow", "learners", "pull", "push")}
+
+
+def pytest_generate_tests(metafunc):
+    if "start" in metafunc.fixturenames:
+        both = metafunc.module.__name__ in IN_BOTH and metafunc.definition.get_closest_marker("mounted") is None
+        places = ["mount", "network"] if both else ["mount"]
+        metafunc.parametrize("start", places, indirect=True, ids=None if both else [""])
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The C library, as scripts/library links what cargo has built beside the program."""
+    if "MODELIO_LIBRARY" not in os.environ:
+        built = list(Path(binary()).parent.glob("deps/libmodelio-*.a"))
+        if not built:
+            pytest.skip("there is no libmodelio.a beside gradfs: cargo build -p modelio-c")
+        built = max(built, key=lambda path: path.stat().st_mtime)
+        rdma = ["--features", "rdma"] if b"ibv_open_device" in built.read_bytes() else []
+        prefix = tmp_path_factory.mktemp("library")
+        script = Path(__file__).parents[2] / "scripts" / "library"
+        subprocess.run([script, "--archive", built, *rdma, prefix], check=True, timeout=HANGS, capture_output=True)
+        os.environ["MODELIO_LIBRARY"] = str(prefix / "lib" / "libmodelio.so.0")
+    return os.environ["MODELIO_LIBRARY"]
+
+
 @pytest.fixture
-def start(tmp_path):
-    """Starts a mount of a model with these tensors, and returns the path of the model."""
+def start(tmp_path, request):
+    """Starts a model with these tensors, and returns its path for `gradfs.open`."""
+    if getattr(request, "param", "mount") == "network":
+        yield request.getfixturevalue("start_without_mount")
+    else:
+        yield from _mounted(tmp_path)
+
+
+@pytest.fixture
+def shards():
+    """The shards that the test has started, in their order."""
+    running = []
+    yield running
+    for shard in running:
+        shard.terminate()
+        shard.wait(HANGS)
+
+
+@pytest.fixture
+def start_without_mount(tmp_path, library, shards):
+    """Starts a shard with a model of these tensors, and returns the model's URL."""
+
+    def start_shards(tensors, *options):
+        number = len(shards)
+        source = gradfs.create_from(tensors, tmp_path / f"files{number}" / "model.safetensors")
+        said = tmp_path / f"shard{number}"
+        with said.open("w") as output:
+            shards.append(subprocess.Popen([binary(), "shard", "--listen", "127.0.0.1:0"], stdout=output))
+        found = until(lambda: re.search(r"listens on ([^ ,;]+)", said.read_text()))
+        command = [binary(), "create", "model", "--registry", found[1], "--model", source, "--timeout", "30", *options]
+        subprocess.run(list(map(str, command)), check=True, timeout=HANGS, capture_output=True)
+        return f"gradfs://{found[1]}/model"
+
+    return start_shards
+
+
+def _mounted(tmp_path):
     mounts = []
 
     def start_mount(tensors, *options, snapshot=False):

@@ -73,6 +73,7 @@ def test_a_name_that_is_taken_or_wrong_is_refused(model):
             model.join(name)
 
 
+@pytest.mark.mounted
 def test_a_found_learner_stays(model, monkeypatch):
     with model.join("me") as me:
         monkeypatch.setenv("GRADFS_LEARNER", me.path)
@@ -87,6 +88,7 @@ def test_a_found_learner_stays(model, monkeypatch):
         model.learner("/tmp/nothing")
 
 
+@pytest.mark.mounted
 def test_a_learner_that_was_removed_has_left(model):
     with model.join("me") as learner:
         os.rmdir(learner.path)
@@ -95,6 +97,7 @@ def test_a_learner_that_was_removed_has_left(model):
                 call()
 
 
+@pytest.mark.mounted
 def test_leaving_takes_no_other_learner_of_the_name_along(model):
     with model.join("me") as learner:
         os.rmdir(learner.path)
@@ -102,6 +105,7 @@ def test_leaving_takes_no_other_learner_of_the_name_along(model):
     assert members(model) == ["me"]
 
 
+@pytest.mark.mounted
 def test_a_learner_may_begin_with_a_long_computation(model):
     model.control["lease"] = 0.2
     os.mkdir(os.path.join(model.path, "learners", "unused"))
@@ -173,6 +177,7 @@ def test_a_step_that_is_interrupted_at_any_moment_counts_if_it_says_so(model, pa
     assert weights_of(model) == {"w": [int(out)] * 3, "b": [1] * 3}
 
 
+@pytest.mark.mounted
 def test_ctrl_c_ends_a_commit_that_waits_and_takes_it_back(model, path, program):
     model.control.update(learners=2)
     text = PROLOGUE + (
@@ -198,6 +203,7 @@ def test_ctrl_c_ends_a_commit_that_waits_and_takes_it_back(model, path, program)
         assert weights_of(other) == {"w": [2] * 3, "b": [0] * 3}
 
 
+@pytest.mark.mounted
 def test_a_forked_child_neither_commits_nor_leaves(model, path, program):
     text = PROLOGUE + (
         "with model.join('me') as learner:\n"
@@ -259,6 +265,7 @@ def test_multiprocessing_workers_change_nothing(model, path, program):
     assert weights_of(model) == {"w": [1] * 3, "b": [1] * 3} and model.version == 1
 
 
+@pytest.mark.mounted
 def test_a_killed_daemon_is_not_mounted(model, tmp_path):
     with model.join() as learner:
         step = learner.step()

@@ -140,6 +140,7 @@ def test_wait_ends_at_its_timeout(model):
     assert isinstance(error.value, TimeoutError) and isinstance(error.value, gradfs.GradfsError)
 
 
+@pytest.mark.mounted
 def test_open_takes_a_mount_with_one_model_and_refuses_what_is_none(model, tmp_path):
     mount = str(tmp_path / "mount0")
     assert gradfs.open(mount).path == model.path
@@ -151,6 +152,7 @@ def test_open_takes_a_mount_with_one_model_and_refuses_what_is_none(model, tmp_p
         gradfs.open("gradfs://host/model")
 
 
+@pytest.mark.mounted
 def test_a_mount_of_several_models_asks_for_a_name(start, tmp_path):
     first = gradfs.create_from({"w": W}, tmp_path / "first.safetensors")
     second = gradfs.create_from({"w": W}, tmp_path / "second.safetensors")
@@ -180,6 +182,7 @@ def test_status_is_what_status_json_has(model):
     assert model.status["model"] == "model" and model.status["control"]["reducer"] == "sgd"
 
 
+@pytest.mark.mounted
 def test_without_passthrough_weights_are_the_same(start):
     model = gradfs.open(start({"w": W}, "--no-passthrough", "--reducer", "sum"))
     model.push({"w": W})

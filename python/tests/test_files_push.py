@@ -35,6 +35,7 @@ def test_push_is_one_contribution(model, learner):
     assert model.version == learner.version == 1
 
 
+@pytest.mark.mounted
 def test_model_push_is_of_the_mounts_own_learner(model):
     model.push({"w": ONES})
     assert weights_of(model)["w"] == [[1] * 3] * 2
@@ -114,6 +115,7 @@ def test_a_step_that_wrote_nothing_is_refused(model, learner):
     with pytest.raises(gradfs.Refused, match="has written nothing"):
         learner.push({})
     learner.push({"w": ONES})
+    assert weights_of(learner)["w"] == [[1] * 3] * 2
     assert model.version == 1
 
 
@@ -183,7 +185,9 @@ def test_a_wait_that_is_too_long_is_a_timeout_and_can_be_repeated(model):
         one.push({"w": ONES})
         with pytest.raises(gradfs.Timeout) as error:
             one.pull()
-        assert error.value.errno == errno.ETIMEDOUT and other.name in str(error.value)
+        assert error.value.errno == errno.ETIMEDOUT
+        # Elsewhere it may not be known yet whose contribution lacks.
+        assert other.name in str(error.value) or "other learners" in str(error.value)
         # A step ahead waits for the one before, and is taken back.
         with pytest.raises(gradfs.Timeout):
             one.push({"b": numpy.ones(4, "f4")})

@@ -3,10 +3,10 @@
 //! Pure: it moves no bytes. A program says with O_TRUNC that it writes a whole file. It says with a truncation to the
 //! model's size that what it leaves out is a hole, which holds zeros.
 
+use libmodelio::explained::{ORDER, trained_type};
 use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::error::{CallError, CallResult};
-use super::explained::{ORDER, trained_type};
 
 /// The writes of one open file since the last end.
 #[derive(Clone, Debug, Default)]

@@ -235,13 +235,17 @@ int modelio_all_reduce(modelio_handle handle, const char *op, double *values, si
 int modelio_connect(const char *url, const struct modelio_options *options, modelio_handle *model);
 
 /*
- Waits until a version newer than `newer_than` is here, and stores its number.
+ Waits until there is a version newer than `newer_than`, and stores its number. Weights that are opened then are of it, or
+ of a newer one.
 
  -ETIMEDOUT if there is none in time; the number of the newest one is stored then, too.
 
  `version` is NULL or points to a number.
  */
-int modelio_wait_version(modelio_handle handle, uint64_t newer_than, uint32_t timeout_ms, uint64_t *version);
+int modelio_wait_version(modelio_handle handle,
+                         uint64_t newer_than,
+                         uint32_t timeout_ms,
+                         uint64_t *version);
 
 /*
  Opens the newest version, and holds it unchanged until the handle is closed. Of a learner it is one that has the

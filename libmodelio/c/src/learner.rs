@@ -93,7 +93,8 @@ impl Learner {
     }
 
     fn note<T>(&self, outcome: Result<T, ContributeError>) -> Outcome<T> {
-        outcome.map_err(Failure::from).inspect_err(|failure| self.refusal.lock().clone_from(&failure.text))
+        let explained = |error| self.model.explained(error);
+        outcome.map_err(explained).inspect_err(|failure| self.refusal.lock().clone_from(&failure.text))
     }
 }
 
@@ -237,7 +238,8 @@ pub unsafe extern "C" fn modelio_all_reduce(
         let values = unsafe { std::slice::from_raw_parts_mut(values, count) };
         let (id, patience) = (learner.contributor.learner(), timeout(timeout_ms));
         let ask = |done| learner.model.job.all_reduce(id, op, values.to_vec(), patience, done);
-        let reduced: Vec<f64> = wait_for(patience, ask)?;
+        let reduced: Vec<f64> =
+            wait_for(patience, ask).map_err(|error: ShardError| learner.model.explained(error))?;
         values.iter_mut().zip(reduced).for_each(|(value, reduced)| *value = reduced);
         Ok(())
     }))

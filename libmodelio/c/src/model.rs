@@ -5,8 +5,10 @@ use std::os::fd::IntoRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use libmodelio::explained::detail;
 use libmodelio::{
-    ClientOptions, Contributor, Event, Job, Reader, TransportChoice, Version, connect, wait_for,
+    ClientOptions, ContributeError, Contributor, Event, Job, Reader, ShardError, TransportChoice, Version,
+    connect, wait_for,
 };
 use nix::errno::Errno;
 use parking_lot::{Condvar, Mutex};
@@ -24,6 +26,16 @@ const SCHEME: &str = "gradfs://";
 pub(crate) struct Model {
     pub job: Arc<Job>,
     published: Arc<(Mutex<()>, Condvar)>,
+}
+
+impl Model {
+    /// An error of a call, in words of the model.
+    pub(crate) fn explained(&self, error: impl Into<ContributeError>) -> Failure {
+        let error = error.into();
+        let detail = detail(&self.job, &error);
+        let failure = Failure::from(error);
+        Failure { text: failure.text + &detail, ..failure }
+    }
 }
 
 impl Drop for Model {
@@ -131,7 +143,8 @@ pub(crate) fn model(handle: Handle) -> Outcome<Arc<Model>> {
     get(handle, "model")
 }
 
-/// Waits until a version newer than `newer_than` is here, and stores its number.
+/// Waits until there is a version newer than `newer_than`, and stores its number. Weights that are opened then are of it, or
+/// of a newer one.
 ///
 /// -ETIMEDOUT if there is none in time; the number of the newest one is stored then, too.
 ///
@@ -161,8 +174,8 @@ fn wait_version(model: &Model, newer_than: u64, timeout: Duration) -> Version {
     let end = Instant::now() + timeout;
     let (lock, bell) = &*model.published;
     let mut published = lock.lock();
-    while model.job.version().0 <= newer_than && !bell.wait_until(&mut published, end).timed_out() {}
-    model.job.version()
+    while model.job.offered_version().0 <= newer_than && !bell.wait_until(&mut published, end).timed_out() {}
+    model.job.offered_version()
 }
 
 /// Opens the newest version, and holds it unchanged until the handle is closed. Of a learner it is one that has the
@@ -191,7 +204,8 @@ pub unsafe extern "C" fn modelio_open_weights(
 fn pull(model: &Model, learner: Option<&Arc<Contributor>>, timeout: Duration) -> Outcome<Reader> {
     let (job, id) = (&model.job, learner.map(|learner| learner.learner()));
     job.version_opened(id);
-    let version = wait_for(timeout, |done| job.await_fresh(id, timeout, done))?;
+    let fresh = wait_for(timeout, |done| job.await_fresh(id, timeout, done));
+    let version = fresh.map_err(|error: ShardError| model.explained(error))?;
     if let Some(why) = job.refuses_reader(version) {
         return Err(Failure::new(Errno::ENOMEM, why));
     }

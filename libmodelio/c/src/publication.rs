@@ -14,13 +14,13 @@ use crate::outcome::{Failure, Outcome, done, store};
 
 /// New weights that are being written.
 pub(crate) struct Publication {
-    _model: Arc<Model>,
+    model: Arc<Model>,
     publisher: Mutex<Option<Arc<Publisher>>>,
 }
 
 impl Publication {
     pub(crate) fn write(&self, offset: u64, data: &[u8]) -> Outcome<()> {
-        Ok(self.publisher()?.write(offset, data)?)
+        self.publisher()?.write(offset, data).map_err(|error| self.model.explained(error))
     }
 
     fn publisher(&self) -> Outcome<Arc<Publisher>> {
@@ -31,18 +31,18 @@ impl Publication {
     pub(crate) fn commit(&self, timeout: Duration) -> Outcome<()> {
         let publisher = self.publisher()?;
         if let Some(refused) = publisher.failed() {
-            return Err(refused.into());
+            return Err(self.model.explained(refused));
         }
         if !publisher.is_open() {
             return Err(Failure::invalid("nothing was written, so there is nothing to publish"));
         }
-        publisher.check_finite()?;
+        publisher.check_finite().map_err(|error| self.model.explained(error))?;
         self.abort();
         let shown = wait_for(timeout, |done| publisher.commit(timeout, done));
         if matches!(shown, Err(ShardError::TimedOut(_))) {
             publisher.withdraw();
         }
-        Ok(shown?)
+        shown.map_err(|error| self.model.explained(error))
     }
 
     pub(crate) fn abort(&self) {
@@ -62,7 +62,7 @@ pub unsafe extern "C" fn modelio_publish(handle: Handle, publication: *mut Handl
         model.job.may_assign()?;
         let publisher = Publisher::new(Arc::clone(&model.job));
         let publisher = publisher.map_err(|error| Failure::new(Errno::ENOMEM, error.to_string()))?;
-        open(Publication { _model: model, publisher: Mutex::new(Some(Arc::new(publisher))) })
+        open(Publication { model, publisher: Mutex::new(Some(Arc::new(publisher))) })
     });
     // SAFETY: the caller's promise.
     done(begun.map(|handle| unsafe { store(publication, handle) }))

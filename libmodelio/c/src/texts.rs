@@ -25,7 +25,7 @@ fn of_model(model: &Model, name: &str) -> Outcome<String> {
     Ok(match name {
         "layout" => layout_text(job.layout().tensors()),
         "name" => job.model().to_owned(),
-        "version" => format!("{}\n", job.version()),
+        "version" => format!("{}\n", job.offered_version()),
         "header" => {
             let header = header::header_bytes(job.layout().tensors(), &Default::default());
             String::from_utf8_lossy(header.get(8..).unwrap_or_default()).into_owned()

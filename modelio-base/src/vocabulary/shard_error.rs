@@ -8,6 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use super::ids::{BlockId, LearnerId, ShardId, Step};
 
+/// The beginning of a timeout's message. The names of the awaited learners follow.
+pub const NOT_COMMITTED: &str = "not committed: ";
+/// A reason of [`ShardError::TimedOut`]: readers hold all buffers.
+pub const ALL_BUFFERS_HELD: &str =
+    "every version buffer is held open (close old handles or raise control/max_versions)";
+
 /// A shard's refusal of a request. A refused request changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum ShardError {

@@ -10,9 +10,6 @@ use super::{
     Phase, Source, Ticket,
 };
 
-/// The beginning of a timeout's message. The names of the awaited learners follow.
-pub const NOT_COMMITTED: &str = "not committed: ";
-
 impl JobCore {
     /// Opens a contribution of `learner`, at its first write.
     ///

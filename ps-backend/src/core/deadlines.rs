@@ -5,14 +5,10 @@ use std::collections::VecDeque;
 
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::members::LeaveReason;
-use libmodelio::vocabulary::shard_error::ShardError;
+use libmodelio::vocabulary::shard_error::{ALL_BUFFERS_HELD, NOT_COMMITTED, ShardError};
 
 use super::waits::{MAX_NAMES, lasts};
-use super::{Action, Committed, JobCore, Member, NOT_COMMITTED, Now, PayloadPlace, PendingKind, Ticket};
-
-/// A reason of [`ShardError::TimedOut`]: readers hold all buffers.
-pub const ALL_BUFFERS_HELD: &str =
-    "every version buffer is held open (close old handles or raise control/max_versions)";
+use super::{Action, Committed, JobCore, Member, Now, PayloadPlace, PendingKind, Ticket};
 
 impl JobCore {
     /// The latest moment for the next [`Self::tick`], by requests, accumulations and the grace window. Leases need
