@@ -229,7 +229,8 @@ class Contributor:
         or all, and the number of the version is returned. Raises Timeout after `control/timeout`; then ask again.
         """
         self._check()
-        weights = Weights(self._place, self._file("weights"), self.layout, self._model, self._learner)
+        copies = out is not None
+        weights = Weights(self._place, self._file("weights"), self.layout, self._model, self._learner, copies)
         if out is None:
             return weights
         with weights:

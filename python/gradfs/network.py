@@ -239,13 +239,17 @@ class Network:
                 if end is not None and time.monotonic() >= end:
                     return version.value, False
 
-    def map(self, path: str, size: int) -> tuple[int, memoryview]:
+    def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
         handle, _ = self._of(path)
         opened = _handle()
         _waited(self._timeout(), "open_weights", lambda ms: _call("open_weights", handle, ms, ctypes.byref(opened)))
         try:
             version = _Version()
             _call("weights", opened, ctypes.byref(version))
+            if copies:
+                bytes_there = (ctypes.c_char * size).from_address(version.data)
+                weakref.finalize(bytes_there, _close_all, opened.value, {}, os.getpid())
+                return version.version, memoryview(bytes_there).cast("B")
             file = _call("memfd", opened, 0)
             try:
                 memory = mapped(file, size, _Mapping)

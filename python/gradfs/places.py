@@ -47,8 +47,11 @@ class Place(Protocol):
     def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
         """Waits for a version newer than the given one, or than the newest now. Returns the newest, and whether it is."""
 
-    def map(self, path: str, size: int) -> tuple[int, memoryview]:
-        """The number and the bytes of the version that `weights` shows. They may be changed for this process alone."""
+    def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
+        """The number and the bytes of the version that `weights` shows. They may be changed, for this process alone.
+
+        Who only `copies` them lets go of them soon, and changes nothing.
+        """
 
     def sink(self, path: str) -> Sink:
         """Begins to write `gradients` or `publish`."""
@@ -129,7 +132,7 @@ class Files:
         finally:
             os.close(file)
 
-    def map(self, path: str, size: int) -> tuple[int, memoryview]:
+    def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return int(os.getxattr(file, "user.gradfs.version")), memoryview(mapped(file, size, mmap.mmap))

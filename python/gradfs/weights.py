@@ -22,11 +22,13 @@ class Weights(Mapping[str, View]):
     tensor that came from them. `close()` lets go of the first alone, so views may be used after it.
     """
 
-    def __init__(self, place: Place, path: str, layout: Layout, model: str, learner: str | None = None) -> None:
+    def __init__(
+        self, place: Place, path: str, layout: Layout, model: str, learner: str | None = None, copies: bool = False
+    ) -> None:
         self.layout = layout
         self._memory: memoryview | None
         with explained("weights", model, learner):
-            self.version, self._memory = place.map(path, layout.nbytes)
+            self.version, self._memory = place.map(path, layout.nbytes, copies)
             """The number of the version."""
 
     def __getitem__(self, name: str) -> View:
