@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def library(tmp_path_factory):
     """Where it is installed: what cargo has built beside the program, linked as users get it."""
     built = max(gradfs_binary().parent.glob("deps/libmodelio-*.a"), key=lambda path: path.stat().st_mtime)
     with_rdma = b"ibv_open_device" in built.read_bytes()
+    if shutil.which("pkg-config") is None:
+        pytest.skip("there is no pkg-config")
     prefix = tmp_path_factory.mktemp("library")
     ran("scripts/library", "--archive", built, *(["--features", "rdma"] if with_rdma else []), prefix, cwd=SOURCES.parent.parent)
     return prefix
