@@ -72,8 +72,13 @@ def test_right_and_wrong_calls_are_answered_and_nothing_leaks(cluster, compiled,
     program = compiled(SOURCES / "tests/calls.c", "-std=gnu11", *SANITIZED)
     empty = tmp_path / "empty"
     empty.touch()
-    assert "as they should" in ran(program, model(cluster), empty)
+    # Without a lease, who does not leave stays.
+    url = model(cluster, lease=0)
+    assert "as they should" in ran(program, url, empty)
     assert empty.read_bytes() == np.ones(1 << 18, "f4").tobytes()
+    # Its last learner has left, though it was not closed: nobody waits for it.
+    trains = compiled(SOURCES / "examples/train.c", "-std=c11")
+    assert "version 4" in ran(trains, url, 2)
 
 
 def test_symbols_have_versions_and_nothing_else_is_exported(library):

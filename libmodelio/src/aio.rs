@@ -370,11 +370,13 @@ impl Queue {
         }
     }
 
-    /// Takes what has ended, gives up what is late, and begins what there is room for.
+    /// Takes what has ended, gives up what is late, and begins what there is room for. The kernel gets that by the next
+    /// sleep, or [`Self::flush`].
     fn turn(&self) {
         let mut ended = std::mem::take(&mut *self.bell.ended.lock());
         if let Kernel::Ring(ring) = &self.kernel {
             ring.reap(&mut ended);
+            ring.listen();
         }
         for (slot, result) in ended {
             let mut table = self.table.lock();
@@ -387,7 +389,6 @@ impl Queue {
         let late = self.table.lock().expire(Instant::now());
         self.cancel_pieces(late);
         self.pump();
-        self.flush();
     }
 
     fn cancel_pieces(&self, pieces: Vec<(usize, Piece)>) {
@@ -427,8 +428,10 @@ impl Queue {
                 // More cannot end than there are.
                 let enough = table.finished() >= min.min(max).min(table.len());
                 if enough || left().is_zero() {
-                    let take = std::iter::from_fn(|| table.take()).take(max);
-                    return Ok(take.map(Completion::from).collect());
+                    let taken = std::iter::from_fn(|| table.take()).take(max).map(Completion::from).collect();
+                    drop(table);
+                    self.flush();
+                    return Ok(taken);
                 }
                 let due = table.deadline().map(|at| at.saturating_duration_since(Instant::now()));
                 left().min(due.unwrap_or(LONGEST_SLEEP)).min(LONGEST_SLEEP)

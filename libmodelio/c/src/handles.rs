@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ffi::c_int;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use nix::errno::Errno;
 use nix::unistd::{Pid, getpid};
@@ -26,8 +26,23 @@ struct Table {
 
 static HANDLES: RwLock<Table> = RwLock::new(Table { next: 1, open: BTreeMap::new() });
 
+/// A program that exits leaves its jobs: else others would wait until the leases of its learners are over.
+extern "C" fn close_all() {
+    let mut table = HANDLES.write();
+    let own = std::mem::take(&mut table.open).into_values().filter(|(owner, _)| *owner == getpid());
+    let own: Vec<Kept> = own.map(|(_, kept)| kept).collect();
+    drop(table);
+    drop(own);
+}
+
 /// Opens a handle.
 pub(crate) fn open<T: Any + Send + Sync>(what: T) -> Outcome<Handle> {
+    static AT_EXIT: Once = Once::new();
+    AT_EXIT.call_once(|| {
+        // Without room for it, leases end for those who do not leave.
+        // SAFETY: the function is there as long as the library, which cannot be unloaded.
+        let _ = unsafe { libc::atexit(close_all) };
+    });
     let mut table = HANDLES.write();
     if table.open.len() >= MAX_HANDLES {
         return Err(Failure::new(Errno::EMFILE, format!("{MAX_HANDLES} handles are open: close some")));

@@ -124,18 +124,25 @@ impl Ring {
     /// Gives the kernel what has begun.
     pub(super) fn submit(&self) -> Result<(), Errno> {
         let _alone = self.submitting.lock();
-        if !self.is_listening.swap(true, Ordering::Relaxed) {
-            let event = Fd(self.event.as_raw_fd());
-            let poll = opcode::PollAdd::new(event, libc::POLLIN as u32).multi(true).build().user_data(EVENT);
-            // SAFETY: as in `push`. No memory is named, and the event lives as long as this.
-            if unsafe { self.ring.submission_shared().push(&poll) }.is_err() {
-                self.is_listening.store(false, Ordering::Relaxed);
-            }
+        // SAFETY: only the holder of the lock uses the queue.
+        if unsafe { self.ring.submission_shared() }.is_empty() {
+            return Ok(());
         }
         self.enter(0, None)
     }
 
-    /// Waits until something has completed, or the event was rung, or the time is over.
+    /// Has the next wait see the event, too.
+    pub(super) fn listen(&self) {
+        if !self.is_listening.swap(true, Ordering::Relaxed) {
+            let event = Fd(self.event.as_raw_fd());
+            let poll = opcode::PollAdd::new(event, libc::POLLIN as u32).multi(true).build().user_data(EVENT);
+            // SAFETY: no memory is named, and the event lives as long as this.
+            let pushed = unsafe { self.push(&poll) };
+            self.is_listening.store(pushed.is_ok(), Ordering::Relaxed);
+        }
+    }
+
+    /// Gives the kernel what has begun, and waits until something has completed, or the event was rung, or the time is over.
     pub(super) fn wait(&self, timeout: Duration) -> Result<(), Errno> {
         self.enter(1, Some(timeout))
     }
