@@ -78,7 +78,7 @@ def test_right_and_wrong_calls_are_answered_and_nothing_leaks(cluster, compiled,
     assert empty.read_bytes() == np.ones(1 << 18, "f4").tobytes()
     # Its last learner has left, though it was not closed: nobody waits for it.
     trains = compiled(SOURCES / "examples/train.c", "-std=c11")
-    assert "version 4" in ran(trains, url, 2)
+    assert "version 5" in ran(trains, url, 2)
 
 
 def test_symbols_have_versions_and_nothing_else_is_exported(library):

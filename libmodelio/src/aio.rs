@@ -35,10 +35,12 @@ mod threads;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::statfs::{FUSE_SUPER_MAGIC, fstatfs};
 use parking_lot::Mutex;
 
 pub use memory::Buffer;
@@ -49,7 +51,7 @@ use self::ring::{MAX_BUFFER, MAX_REGISTERED, Ring, Work};
 use self::table::{Finished, Piece, Table};
 use self::threads::Threads;
 use crate::bytes::mmap::Mapping;
-use crate::contributor::Contributor;
+use crate::contributor::{Contributor, Share};
 use crate::reader::Reader;
 
 /// The most requests that a queue has at a time.
@@ -111,7 +113,7 @@ pub struct Completion {
 }
 
 enum Target {
-    File(Arc<OwnedFd>),
+    File(Arc<OwnedFd>, bool),
     Learner(Arc<LearnerFile>),
     Version(VersionFile),
 }
@@ -130,6 +132,11 @@ pub(crate) struct Doorbell {
 impl Doorbell {
     fn ring(&self, slot: usize, result: Result<usize, Errno>) {
         self.ended.lock().push((slot, result));
+        self.wake();
+    }
+
+    /// Has whoever sleeps look again.
+    fn wake(&self) {
         let _ = self.event.write(1);
     }
 }
@@ -147,6 +154,7 @@ pub struct Queue {
     /// Readable when something has ended, once somebody has asked for it.
     notices: Mutex<Option<Arc<EventFd>>>,
     waiting: Mutex<()>,
+    is_shut: AtomicBool,
 }
 
 fn event() -> io::Result<EventFd> {
@@ -178,7 +186,16 @@ impl Queue {
         };
         let table = Mutex::new(Table::new(depth as usize, piece));
         let (files, registered, notices, waiting) = Default::default();
-        Ok(Queue { table, kernel, files, registered, bell, notices, waiting })
+        Ok(Queue {
+            table,
+            kernel,
+            files,
+            registered,
+            bell,
+            notices,
+            waiting,
+            is_shut: AtomicBool::new(false),
+        })
     }
 
     /// How pieces reach files.
@@ -195,19 +212,24 @@ impl Queue {
     /// EMFILE if it has as many as it can.
     pub fn file(&self, file: OwnedFd) -> io::Result<FileId> {
         let raw = file.as_raw_fd();
-        let id = self.add(Target::File(Arc::new(file)))?;
-        if let Kernel::Ring(ring) = &self.kernel {
-            ring.register_file(id.0, raw)?;
+        let is_fuse = fstatfs(&file).is_ok_and(|found| found.filesystem_type() == FUSE_SUPER_MAGIC);
+        let id = self.add(Target::File(Arc::new(file), is_fuse))?;
+        if let Kernel::Ring(ring) = &self.kernel
+            && let Err(error) = ring.register_file(id.0, raw)
+        {
+            self.files.lock()[id.0] = None;
+            return Err(error);
         }
         Ok(id)
     }
 
-    /// A learner without a mount: its writes contribute, and [`Op::Sync`] commits.
+    /// A learner without a mount: its writes contribute, and [`Op::Sync`] commits. `share` is what was written, also past
+    /// the queue.
     ///
     /// # Errors
     /// EMFILE if the queue has as many files as it can.
-    pub fn learner(&self, learner: Arc<Contributor>) -> io::Result<FileId> {
-        self.add(Target::Learner(Arc::new(LearnerFile::new(learner))))
+    pub fn learner(&self, learner: Arc<Contributor>, share: Arc<Mutex<Share>>) -> io::Result<FileId> {
+        self.add(Target::Learner(Arc::new(LearnerFile::new(learner, share))))
     }
 
     /// A version without a mount. The queue holds it until [`Self::close`].
@@ -241,9 +263,10 @@ impl Queue {
         if self.table.lock().uses(file.0) {
             return Err(Errno::EBUSY);
         }
-        if let (Kernel::Ring(ring), Some(Target::File(_))) = (&self.kernel, place.as_deref()) {
+        if let (Kernel::Ring(ring), Some(Target::File(..))) = (&self.kernel, place.as_deref()) {
             let _ = ring.register_file(file.0, -1);
         }
+        self.table.lock().forget(file.0);
         *place = None;
         Ok(())
     }
@@ -296,24 +319,34 @@ impl Queue {
         buffer: Buffer,
         timeout: Duration,
     ) -> Result<Ticket, Errno> {
-        if self.files.lock().get(file.0).is_none_or(Option::is_none) {
-            return Err(Errno::EBADF);
-        }
         let len = if op == Op::Sync { 0 } else { buffer.len() };
         if offset.checked_add(len as u64).is_none_or(|end| end > i64::MAX as u64) {
             return Err(Errno::EINVAL);
         }
         let now = Instant::now();
         let deadline = now.checked_add(timeout).unwrap_or(now + Duration::from_secs(u64::from(u32::MAX)));
-        let ticket = {
+        let (ticket, is_next) = {
+            // The file stays the same one meanwhile.
+            let files = self.files.lock();
+            if self.is_shut.load(Ordering::SeqCst) {
+                return Err(Errno::ECANCELED);
+            }
+            if files.get(file.0).is_none_or(Option::is_none) {
+                return Err(Errno::EBADF);
+            }
             let mut table = self.table.lock();
             if table.len() >= MAX_REQUESTS {
                 return Err(Errno::EAGAIN);
             }
-            table.submit((file.0, op, offset), buffer, len, deadline)
+            let ticket = table.submit((file.0, op, offset), buffer, len, deadline);
+            (ticket, table.deadline() == Some(deadline) || table.finished() > 0)
         };
         self.pump();
         self.flush();
+        if is_next {
+            // Who sleeps looks when it is due.
+            self.bell.wake();
+        }
         Ok(Ticket(ticket))
     }
 
@@ -336,16 +369,19 @@ impl Queue {
         let number = registered.iter().position(within).map(|number| number as u16);
         let none = Buffer::none();
         let place = memory.unwrap_or(&none).place(piece.start, piece.len, number);
-        Work { file: piece.file, op: piece.op, offset: piece.offset, place }
+        Work { file: piece.file, op: piece.op, offset: piece.offset, place, is_slow: false }
     }
 
-    fn begin(&self, slot: usize, piece: &Piece, work: Work) {
+    fn begin(&self, slot: usize, piece: &Piece, mut work: Work) {
         let target = self.files.lock().get(piece.file).cloned().flatten();
         let begun = match (target.as_deref(), &self.kernel) {
             (None, _) => Err(Errno::EBADF),
-            // SAFETY: the table keeps the memory until the piece has ended.
-            (Some(Target::File(_)), Kernel::Ring(ring)) => unsafe { ring.begin(slot, &work) },
-            (Some(Target::File(file)), Kernel::Threads(threads)) => {
+            (Some(Target::File(_, is_fuse)), Kernel::Ring(ring)) => {
+                work.is_slow = *is_fuse;
+                // SAFETY: the table keeps the memory until the piece has ended.
+                unsafe { ring.begin(slot, &work) }
+            }
+            (Some(Target::File(file, _)), Kernel::Threads(threads)) => {
                 threads.begin(slot, Arc::clone(file), work)
             }
             (Some(Target::Version(version)), _) => {
@@ -373,11 +409,13 @@ impl Queue {
     /// Takes what has ended, gives up what is late, and begins what there is room for. The kernel gets that by the next
     /// sleep, or [`Self::flush`].
     fn turn(&self) {
-        let mut ended = std::mem::take(&mut *self.bell.ended.lock());
+        let mut ended = Vec::new();
         if let Kernel::Ring(ring) = &self.kernel {
             ring.reap(&mut ended);
             ring.listen();
         }
+        // After that: whose bell was heard is taken.
+        ended.append(&mut self.bell.ended.lock());
         for (slot, result) in ended {
             let mut table = self.table.lock();
             if let Some(rest) = table.ended(slot, result) {
@@ -395,7 +433,7 @@ impl Queue {
         for (slot, piece) in pieces {
             let target = self.files.lock().get(piece.file).cloned().flatten();
             match (target.as_deref(), &self.kernel) {
-                (Some(Target::File(_)), Kernel::Ring(ring)) => ring.cancel(slot),
+                (Some(Target::File(..)), Kernel::Ring(ring)) => ring.cancel(slot),
                 (Some(Target::Learner(learner)), _) if piece.op == Op::Sync => learner.withdraw(),
                 // It ends by itself.
                 _ => {}
@@ -407,7 +445,7 @@ impl Queue {
     /// wait.
     ///
     /// # Errors
-    /// What the kernel says. The requests go on.
+    /// ECANCELED if the queue was shut down, and what the kernel says. The requests go on.
     pub fn wait(&self, min: usize, timeout: Duration) -> Result<Vec<Completion>, Errno> {
         self.wait_for(min, usize::MAX, timeout)
     }
@@ -427,9 +465,16 @@ impl Queue {
                 let mut table = self.table.lock();
                 // More cannot end than there are.
                 let enough = table.finished() >= min.min(max).min(table.len());
+                if self.is_shut.load(Ordering::SeqCst) {
+                    return Err(Errno::ECANCELED);
+                }
                 if enough || left().is_zero() {
                     let taken = std::iter::from_fn(|| table.take()).take(max).map(Completion::from).collect();
+                    let has_more = table.finished() > 0;
                     drop(table);
+                    if has_more {
+                        self.notices.lock().as_ref().unwrap_or(&self.bell.event).write(1).unwrap_or_default();
+                    }
                     self.flush();
                     return Ok(taken);
                 }
@@ -484,6 +529,29 @@ impl Queue {
         let slots = self.table.lock().give_up(ticket.0, Errno::ECANCELED);
         self.cancel_pieces(slots);
         self.flush();
+        self.bell.wake();
+    }
+
+    /// Cancels all requests, and ends the waits of all threads. Returns the requests when the kernel has let go of their
+    /// memory, for which it waits. Nothing can be submitted any more.
+    pub fn shut_down(&self) -> Vec<Completion> {
+        self.is_shut.store(true, Ordering::SeqCst);
+        self.bell.wake();
+        let _turn = self.waiting.lock();
+        let tickets = self.table.lock().tickets();
+        tickets.into_iter().for_each(|ticket| self.cancel(Ticket(ticket)));
+        while !self.table.lock().tickets().is_empty() {
+            self.turn();
+            let is_over = self.table.lock().tickets().is_empty();
+            if !is_over && let Err(errno) = self.sleep(LONGEST_SLEEP) {
+                // The program has closed a descriptor that is not its own. The kernel may still use the memory.
+                tracing::error!(%errno, "a queue cannot hear of its requests any more: their memory is kept");
+                self.table.lock().leak();
+                break;
+            }
+        }
+        let mut table = self.table.lock();
+        std::iter::from_fn(|| table.take()).map(Completion::from).collect()
     }
 
     /// The number of requests that were submitted and not returned by a wait.
@@ -506,14 +574,6 @@ impl From<Finished<Buffer>> for Completion {
 impl Drop for Queue {
     /// Cancels what is under way, and waits for the kernel to let go of its memory.
     fn drop(&mut self) {
-        let tickets = self.table.lock().tickets();
-        tickets.into_iter().for_each(|ticket| self.cancel(Ticket(ticket)));
-        while !self.table.lock().tickets().is_empty() {
-            self.turn();
-            if !self.table.lock().tickets().is_empty() && self.sleep(LONGEST_SLEEP).is_err() {
-                // The kernel may write into memory that would be given back.
-                std::process::abort();
-            }
-        }
+        self.shut_down();
     }
 }

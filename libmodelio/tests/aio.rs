@@ -159,6 +159,59 @@ fn a_cancelled_request_ends_and_a_queue_that_is_dropped_cancels_all() {
 }
 
 #[test]
+fn who_waits_hears_of_a_cancel_and_of_an_earlier_deadline() {
+    let (queue, id, _write) = silent();
+    let queue = Arc::new(queue);
+    let submit = |timeout| queue.submit(id, Op::Read, 0, Buffer::new(9).unwrap(), timeout).unwrap();
+    let first = submit(LONG);
+    let waits = |queue: &Arc<Queue>| {
+        let queue = Arc::clone(queue);
+        std::thread::spawn(move || queue.wait(1, LONG).map(|ended| ended[0].result.clone().map(drop)))
+    };
+    let waiter = waits(&queue);
+    queue.cancel(first);
+    assert_eq!(waiter.join().unwrap(), Ok(Err(Errno::ECANCELED)));
+    submit(LONG);
+    let waiter = waits(&queue);
+    submit(Duration::from_millis(20));
+    assert_eq!(waiter.join().unwrap(), Ok(Err(Errno::ETIMEDOUT)));
+    // The end of the queue ends waits, and gives back the requests.
+    let waiter = waits(&queue);
+    let given_back: Vec<_> = queue.shut_down().into_iter().map(|ended| ended.result.map(drop)).collect();
+    let waited = waiter.join().unwrap();
+    assert!(waited == Err(Errno::ECANCELED) && given_back == [Err(Errno::ECANCELED)]);
+    assert_eq!(queue.submit(id, Op::Read, 0, Buffer::new(9).unwrap(), LONG), Err(Errno::ECANCELED));
+}
+
+#[test]
+fn a_sync_after_a_write_that_failed_commits_nothing() {
+    on_each(|engine| {
+        let queue = queue(engine, 4, 4096);
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let full = queue.file(full.into()).unwrap();
+        queue.submit(full, Op::Write, 0, Buffer::new(9).unwrap(), LONG).unwrap();
+        queue.submit(full, Op::Sync, 0, Buffer::none(), LONG).unwrap();
+        let mut ended = Vec::new();
+        while ended.len() < 2 {
+            ended.extend(queue.wait(1, LONG).unwrap().into_iter().map(|done| done.result));
+        }
+        assert_eq!(ended, [Err(Errno::ENOSPC), Err(Errno::ENOSPC)]);
+    });
+}
+
+#[test]
+fn a_request_outlives_the_thread_that_has_submitted_it() {
+    let (queue, id, write) = silent();
+    let queue = Arc::new(queue);
+    let of = Arc::clone(&queue);
+    let submit = move || of.submit(id, Op::Read, 0, Buffer::new(5).unwrap(), LONG).map(drop);
+    std::thread::spawn(submit).join().unwrap().unwrap();
+    assert!(queue.wait(1, Duration::from_millis(1)).unwrap().is_empty());
+    nix::unistd::write(&write, b"hello").unwrap();
+    assert_eq!(one(&queue).unwrap().0, 5);
+}
+
+#[test]
 fn the_event_is_readable_when_a_request_has_ended() {
     on_each(|engine| {
         let queue = queue(engine, 4, 4096);
@@ -177,6 +230,14 @@ fn the_event_is_readable_when_a_request_has_ended() {
         }
         assert_eq!(&done[0].buffer[..], b"abc");
         assert!(!rings(0), "the wait has made it silent");
+        for _ in 0..2 {
+            queue.submit(id, Op::Read, 0, Buffer::new(3).unwrap(), LONG).unwrap();
+        }
+        let mut taken = 0;
+        while taken < 2 {
+            assert!(rings(u16::MAX), "there is another one");
+            taken += queue.wait_for(0, 1, LONG).unwrap().len();
+        }
     });
 }
 

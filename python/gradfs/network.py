@@ -21,6 +21,8 @@ _LIBRARY = "libmodelio.so.0"
 _SLICE = 0.2
 # Seconds for what is answered at once, unless the job is out of reach. Waits for others take `control/timeout`.
 _PROMPT = 30.0
+# Milliseconds that a call can be given.
+_LONGEST_MS = 0xFFFFFFFF
 _handle, _text, _size, _ms = ctypes.c_int64, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint32
 _CALLS: dict[str, list[Any]] = {
     "connect": [_text, ctypes.c_void_p, ctypes.POINTER(_handle)],
@@ -79,7 +81,7 @@ def _opened(name: str, *arguments: Any) -> int:
     return handle.value
 
 
-def _waited(timeout: float, name: str, call: Callable[[int], int]) -> int:
+def _waited(timeout: float, call: Callable[[int], int]) -> int:
     """Calls with milliseconds to wait, again and again, so that a signal's exception comes soon."""
     end = time.monotonic() + timeout
     while True:
@@ -95,7 +97,7 @@ class _Write:
     """A learner's contribution, or new weights."""
 
     def __init__(self, handle: int, timeout: float, is_own: bool) -> None:
-        self._handle, self._ms, self._is_own = handle, int(timeout * 1000), is_own
+        self._handle, self._ms, self._is_own = handle, min(int(timeout * 1000), _LONGEST_MS), is_own
         self._began = False
         self._done: list[None] = []
         # The commit of another thread, if it was started, and its end.
@@ -191,7 +193,7 @@ def _forks() -> None:
         os.close(_call("memfd", mapping.handle, 1))
 
 
-os.register_at_fork(before=_forks)
+os.register_at_fork(before=_forks, after_in_child=_mappings.clear)
 
 
 class Network:
@@ -200,6 +202,7 @@ class Network:
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._learners: dict[str, int] = {}
+        self._joining = threading.Lock()
         self._model = _opened("connect", self._url.encode(), None)
         self._end = weakref.finalize(self, _close_all, self._model, self._learners, os.getpid())
 
@@ -215,7 +218,7 @@ class Network:
 
     def write(self, path: str, text: str) -> None:
         handle, name = self._of(path)
-        _call("set", handle, name, text.encode(), int(_PROMPT * 1000))
+        _waited(_PROMPT, lambda ms: _call("set", handle, name, text.encode(), ms))
 
     def names(self, path: str) -> list[str]:
         return self.read(path).split()
@@ -242,7 +245,7 @@ class Network:
     def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
         handle, _ = self._of(path)
         opened = _handle()
-        _waited(self._timeout(), "open_weights", lambda ms: _call("open_weights", handle, ms, ctypes.byref(opened)))
+        _waited(self._timeout(), lambda ms: _call("open_weights", handle, ms, ctypes.byref(opened)))
         try:
             version = _Version()
             _call("weights", opened, ctypes.byref(version))
@@ -266,8 +269,11 @@ class Network:
         if name == b"publish":
             return _Write(_opened("publish", self._model), self._timeout(), True)
         if handle == self._model:
-            # As a mount has one of its own.
-            handle = self._learners[""] = _opened("join", self._model, None, int(_PROMPT * 1000))
+            with self._joining:
+                # As a mount has one of its own.
+                if "" not in self._learners:
+                    self._learners[""] = _opened("join", self._model, None, int(_PROMPT * 1000))
+                handle = self._learners[""]
         return _Write(handle, self._timeout(), False)
 
     def join(self, path: str) -> None:

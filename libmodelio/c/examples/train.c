@@ -2,7 +2,7 @@
  * A learner that fits a model of fp32 to a target, without a mount:
  *
  *     gradfs shard --listen 127.0.0.1:7070 &
- *     gradfs create m --registry 127.0.0.1:7070 --size 1MiB --reducer sgd --set learning_rate=0.5
+ *     gradfs create m --registry 127.0.0.1:7070 --size 1MiB --reducer sgd --learning-rate 0.5
  *     cc train.c $(pkg-config --cflags --libs modelio) -o train && ./train gradfs://127.0.0.1:7070/m 20
  */
 #include <stdio.h>

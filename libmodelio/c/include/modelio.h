@@ -3,7 +3,7 @@
  *
  * Everything is a handle: a number that no closed handle had. A call returns 0 or more, or a negative errno; then
  * modelio_error() says why, for the calling thread. Calls may come from any thread. None waits longer than its timeout,
- * but for modelio_close(). After fork(2), the child's handles are its own to open: those of its parent are -EBADF.
+ * but for modelio_close(). A process that was forked from one that uses the library cannot use it before exec.
  *
  *     cc train.c $(pkg-config --cflags --libs modelio)
  *
@@ -124,7 +124,8 @@ struct modelio_request {
    */
   size_t size;
   /*
-   The request ends with -ETIMEDOUT after so many milliseconds.
+   The request ends with -ETIMEDOUT after so many milliseconds, once the kernel has let go of its memory. A
+   `modelio_wait` sees to that.
    */
   uint32_t timeout_ms;
   /*
@@ -165,9 +166,9 @@ extern "C" {
 
 /*
  Closes a handle. A learner leaves its job, and what it has not committed does not count; so it is with a publication.
- A queue cancels its requests, and returns when the kernel has let go of their memory. A model stays
- connected until its learners, weights and publications are closed, too. Calls of other threads with the handle end as
- usual.
+ A queue cancels its requests, whose callbacks are called, ends the waits of other threads, and returns when the kernel
+ has let go of their memory; a mount that hangs can hold that up. A model stays connected until its learners, weights
+ and publications are closed, too. A program that exits closes all.
 
  Returns 0, or -EBADF.
  */
@@ -341,10 +342,11 @@ int modelio_register(modelio_handle handle, void *data, size_t size);
 ptrdiff_t modelio_submit(modelio_handle handle, struct modelio_request *requests, size_t count);
 
 /*
- Waits until `min` requests have ended, or the time is over. Callbacks are called, and of the others `max` completions
- at most are stored at `completions`: the next call returns the rest.
+ Waits until `min` requests have ended, or all that there are, or the time is over. Of those that have ended it takes
+ `max` at most: it calls callbacks, and stores the completions of the others. Callbacks may call the library, and must
+ not throw.
 
- Returns the number of completions stored.
+ Returns the number of completions stored. -ECANCELED if the queue was closed.
 
  `completions` has room for `max`.
  */

@@ -4,7 +4,6 @@
 #define MODELIO_HPP
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <string>
@@ -30,7 +29,11 @@ Number check(Number answer) {
     return answer;
 }
 
-inline std::uint32_t count(milliseconds timeout) { return static_cast<std::uint32_t>(timeout.count()); }
+// As many milliseconds as a call takes: 49 days at most.
+inline std::uint32_t count(milliseconds timeout) {
+    const milliseconds::rep most = UINT32_MAX;
+    return static_cast<std::uint32_t>(std::clamp<milliseconds::rep>(timeout.count(), 0, most));
+}
 
 // A handle, which is closed with the object.
 class Handle {
@@ -147,9 +150,9 @@ public:
     int add(const Handle &learner_or_weights) { return check(modelio_add(handle_, learner_or_weights.get())); }
     void remove(int file) { check(modelio_remove(handle_, file)); }
     void register_memory(void *data, std::size_t size) { check(modelio_register(handle_, data, size)); }
-    void submit(std::vector<modelio_request> &requests) {
-        const auto taken = check(modelio_submit(handle_, requests.data(), requests.size()));
-        if (static_cast<std::size_t>(taken) < requests.size()) throw Error(EINVAL);
+    // How many were taken. Of the first that was not, `modelio_error` says why.
+    std::size_t submit(std::vector<modelio_request> &requests) {
+        return static_cast<std::size_t>(check(modelio_submit(handle_, requests.data(), requests.size())));
     }
     std::vector<modelio_completion> wait(std::size_t min, std::size_t max, milliseconds timeout) {
         std::vector<modelio_completion> ended(max);

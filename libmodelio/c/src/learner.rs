@@ -10,7 +10,7 @@ use libmodelio::wire::ReduceOp;
 use libmodelio::{ContributeError, Contributor, LeaveReason, ShardError, Share, Wrote, wait_for};
 use parking_lot::Mutex;
 
-use crate::handles::{Handle, either, get, open};
+use crate::handles::{Handle, Open, either, get, open};
 use crate::model::{Model, model};
 use crate::outcome::{Failure, Outcome, bytes, done, store, string, timeout};
 use crate::publication::Publication;
@@ -26,13 +26,15 @@ pub(crate) struct Learner {
     pub model: Arc<Model>,
     pub name: String,
     pub contributor: Arc<Contributor>,
-    share: Mutex<Share>,
+    /// What was written, also by a queue.
+    pub share: Arc<Mutex<Share>>,
     /// Why the last call was refused, since the last contribution that was taken.
     pub refusal: Mutex<String>,
 }
 
-impl Drop for Learner {
-    fn drop(&mut self) {
+impl Open for Learner {
+    /// It leaves, also where a queue has it: that one's requests then end with ENOTCONN.
+    fn closed(&self) {
         self.contributor.abort();
         let id = self.contributor.learner();
         let left = wait_for(LEAVES, |done| self.model.job.leave(id, LeaveReason::Asked, LEAVES, done));

@@ -13,7 +13,7 @@ use libmodelio::{
 use nix::errno::Errno;
 use parking_lot::{Condvar, Mutex};
 
-use crate::handles::{Handle, either, get, open};
+use crate::handles::{Handle, Open, check_process, either, get, open};
 use crate::learner::Learner;
 use crate::outcome::{Failure, Outcome, answer, done, store, string, timeout};
 
@@ -37,6 +37,10 @@ impl Model {
         Failure { text: failure.text + &detail, ..failure }
     }
 }
+
+impl Open for Model {}
+
+impl Open for Weights {}
 
 impl Drop for Model {
     fn drop(&mut self) {
@@ -88,7 +92,7 @@ pub unsafe extern "C" fn modelio_connect(
     model: *mut Handle,
 ) -> c_int {
     // SAFETY: the caller's promises, as for all below.
-    let connected = unsafe { string(url, "the URL") }.and_then(|url| {
+    let connected = check_process().and_then(|()| unsafe { string(url, "the URL") }).and_then(|url| {
         // SAFETY: as above.
         let options = unsafe { client_options(options) }?;
         let (registry, name) = parsed(url)?;

@@ -77,7 +77,7 @@ impl From<SetError> for Failure {
 impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Failure {
         let errno = match &error {
-            ConnectError::Registry(RegistryError::Refused(_)) => Errno::ENOENT,
+            ConnectError::Registry(RegistryError::NoModel(_) | RegistryError::Deleted(_)) => Errno::ENOENT,
             ConnectError::Registry(_) | ConnectError::Client(ClientError::Unreachable { .. }) => {
                 Errno::EHOSTUNREACH
             }

@@ -8,7 +8,7 @@ use libmodelio::{Publisher, ShardError, wait_for};
 use nix::errno::Errno;
 use parking_lot::Mutex;
 
-use crate::handles::{Handle, open};
+use crate::handles::{Handle, Open, open};
 use crate::model::{Model, model};
 use crate::outcome::{Failure, Outcome, done, store};
 
@@ -17,6 +17,8 @@ pub(crate) struct Publication {
     model: Arc<Model>,
     publisher: Mutex<Option<Arc<Publisher>>>,
 }
+
+impl Open for Publication {}
 
 impl Publication {
     pub(crate) fn write(&self, offset: u64, data: &[u8]) -> Outcome<()> {

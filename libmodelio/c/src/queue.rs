@@ -10,7 +10,7 @@ use libmodelio::aio::{Buffer, Completion, Engine, FileId, Op, Queue, QueueOption
 use nix::errno::Errno;
 use parking_lot::Mutex;
 
-use crate::handles::{Handle, either, get, open};
+use crate::handles::{Handle, Open, check_process, either, get, open};
 use crate::learner::Learner;
 use crate::model::Weights;
 use crate::outcome::{Failure, Outcome, answer, done, store, timeout};
@@ -55,7 +55,8 @@ pub struct ModelioRequest {
     pub data: *mut c_void,
     /// Its bytes.
     pub size: usize,
-    /// The request ends with -ETIMEDOUT after so many milliseconds.
+    /// The request ends with -ETIMEDOUT after so many milliseconds, once the kernel has let go of its memory. A
+    /// `modelio_wait` sees to that.
     pub timeout_ms: u32,
     /// Called when it has ended. If it is NULL, `modelio_wait` stores a completion.
     pub callback: ModelioCallback,
@@ -93,6 +94,16 @@ struct AioQueue {
     kept: Mutex<Vec<(FileId, Arc<Learner>)>>,
 }
 
+impl Open for AioQueue {
+    fn closed(&self) {
+        for ended in self.queue.shut_down() {
+            // Nobody takes completions any more.
+            let _ = ended_for(self, ended);
+        }
+        self.kept.lock().clear();
+    }
+}
+
 fn queue(handle: Handle) -> Outcome<Arc<AioQueue>> {
     get(handle, "queue")
 }
@@ -105,6 +116,7 @@ fn queue(handle: Handle) -> Outcome<Arc<AioQueue>> {
 pub unsafe extern "C" fn modelio_queue(options: *const ModelioQueueOptions, queue: *mut Handle) -> c_int {
     let mut wanted = QueueOptions::default();
     let opened = (|| {
+        check_process()?;
         // SAFETY: the caller's promise.
         if let Some(given) = unsafe { options.as_ref() } {
             let or = |given: u32, default: u32| if given == 0 { default } else { given };
@@ -149,7 +161,8 @@ pub extern "C" fn modelio_add(handle: Handle, learner_or_weights: Handle) -> c_i
     let added = queue(handle).and_then(|queue| {
         let file = match either::<Learner, Weights>(learner_or_weights, "learner or weights")? {
             Ok(learner) => {
-                let file = queue.queue.learner(Arc::clone(&learner.contributor))?;
+                let file =
+                    queue.queue.learner(Arc::clone(&learner.contributor), Arc::clone(&learner.share))?;
                 queue.kept.lock().push((file, learner));
                 file
             }
@@ -262,10 +275,11 @@ unsafe fn submit(queue: &AioQueue, request: &mut ModelioRequest) -> Outcome<()> 
     Ok(())
 }
 
-/// Waits until `min` requests have ended, or the time is over. Callbacks are called, and of the others `max` completions
-/// at most are stored at `completions`: the next call returns the rest.
+/// Waits until `min` requests have ended, or all that there are, or the time is over. Of those that have ended it takes
+/// `max` at most: it calls callbacks, and stores the completions of the others. Callbacks may call the library, and must
+/// not throw.
 ///
-/// Returns the number of completions stored.
+/// Returns the number of completions stored. -ECANCELED if the queue was closed.
 ///
 /// # Safety
 /// `completions` has room for `max`.

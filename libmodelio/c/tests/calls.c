@@ -198,18 +198,40 @@ static void a_queue_moves_files_and_contributions(const char *path)
 	free(back);
 	expect(modelio_remove(queue, version), 0, NULL);
 	expect(modelio_remove(queue, version), -EBADF, NULL);
+	/* A write that is refused fails the commit behind it, and an abort begins anew. */
+	requests[0] = (struct modelio_request){ .file = contribution, .op = MODELIO_WRITE, .data = ones, .size = SIZE / 2,
+						.timeout_ms = PATIENCE };
+	requests[1] = (struct modelio_request){ .file = contribution, .op = MODELIO_WRITE, .data = ones, .size = SIZE,
+						.offset = SIZE / 2, .timeout_ms = PATIENCE };
+	requests[2] = (struct modelio_request){ .file = contribution, .op = MODELIO_SYNC, .timeout_ms = PATIENCE };
+	expect(modelio_submit(queue, requests, 3), 3, NULL);
+	for (done = 0; done < 3;)
+		for (ssize_t found = modelio_wait(queue, 1, ended, 4, PATIENCE); found-- > 0; done++)
+			assert(ended[found].result == (ended[found].id == requests[0].id ? SIZE / 2 : -EFBIG));
+	expect(modelio_abort(learner, PATIENCE), 0, NULL);
+	expect(modelio_write(learner, (void *)ones, SIZE, 0, PATIENCE), 0, NULL);
+	expect(modelio_submit(queue, requests + 2, 1), 1, NULL);
+	expect(modelio_wait(queue, 1, ended, 4, PATIENCE), 1, NULL);
+	assert(ended[0].result == 0 && first_weight(learner) == before - 1);
+	/* A learner that leaves does so, though a queue has it. */
 	expect(modelio_close(learner), 0, NULL);
+	expect(modelio_submit(queue, requests, 1), 1, NULL);
+	expect(modelio_wait(queue, 1, ended, 4, PATIENCE), 1, NULL);
+	assert(ended[0].result == -ENOTCONN);
 }
 
-static void a_child_must_connect_itself(void)
+static void a_forked_child_is_refused(void)
 {
+	modelio_handle child_queue;
 	int status;
 	pid_t child = fork();
 	if (child == 0) {
 		uint64_t version;
 		if (modelio_wait_version(model, 0, 1, &version) != -EBADF || !strstr(modelio_error(), "forked"))
 			_exit(1);
-		_exit(modelio_close(queue) == -EBADF ? 0 : 2);
+		if (modelio_queue(NULL, &child_queue) != -EBADF || modelio_close(queue) != -EBADF)
+			_exit(2);
+		_exit(0);
 	}
 	assert(waitpid(child, &status, 0) == child && status == 0);
 }
@@ -226,7 +248,7 @@ int main(int count, char **arguments)
 	a_contribution_counts_once();
 	threads_may_share_a_learner();
 	a_queue_moves_files_and_contributions(arguments[2]);
-	a_child_must_connect_itself();
+	a_forked_child_is_refused();
 	expect(modelio_close(queue), 0, NULL);
 	free(ones);
 	/* A program that exits leaves by itself. */

@@ -38,12 +38,13 @@ impl VersionFile {
 /// A learner's contribution.
 pub(super) struct LearnerFile {
     learner: Arc<Contributor>,
-    share: Mutex<Share>,
+    /// What was written, also past the queue.
+    share: Arc<Mutex<Share>>,
 }
 
 impl LearnerFile {
-    pub(super) fn new(learner: Arc<Contributor>) -> LearnerFile {
-        LearnerFile { learner, share: Mutex::default() }
+    pub(super) fn new(learner: Arc<Contributor>, share: Arc<Mutex<Share>>) -> LearnerFile {
+        LearnerFile { learner, share }
     }
 
     /// Begins a piece. Its end is rung.

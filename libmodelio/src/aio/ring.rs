@@ -32,6 +32,8 @@ pub(super) struct Work {
     pub op: Op,
     pub offset: u64,
     pub place: Place,
+    /// A worker of the kernel's does it, and not the caller's thread.
+    pub is_slow: bool,
 }
 
 pub(super) struct Ring {
@@ -97,8 +99,10 @@ impl Ring {
             (Op::Read, None) => opcode::Read::new(file, work.place.start(), len).offset(offset).build(),
             (Op::Write, None) => opcode::Write::new(file, work.place.start(), len).offset(offset).build(),
         };
+        // The kernel would poll the file first, which asks the daemon of a mount and waits for it.
+        let flags = if work.is_slow { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
         // SAFETY: the caller's promise.
-        unsafe { self.push(&entry.user_data(slot as u64)) }
+        unsafe { self.push(&entry.flags(flags).user_data(slot as u64)) }
     }
 
     /// Cancels a piece. Its completion comes all the same.

@@ -32,6 +32,8 @@ pub(super) struct Piece {
     pub start: usize,
     pub len: usize,
     pub deadline: Instant,
+    /// It was cancelled before, and not by the caller.
+    pub is_second: bool,
 }
 
 #[derive(Debug)]
@@ -77,6 +79,9 @@ struct Order {
     begun: usize,
     /// A synchronisation is one of them.
     is_syncing: bool,
+    /// Why a write has failed since the last synchronisation. The next one fails so, and does nothing: what was written
+    /// lacks something.
+    failed: Option<Errno>,
 }
 
 /// The requests, and the pieces in flight by their slots.
@@ -131,7 +136,17 @@ impl<B> Table<B> {
 
     /// Whether a request of this file is not over.
     pub(super) fn uses(&self, file: usize) -> bool {
-        self.orders.contains_key(&file)
+        self.orders.get(&file).is_some_and(|order| order.begun > 0 || !order.waiting.is_empty())
+    }
+
+    /// The file of this number is another one now.
+    pub(super) fn forget(&mut self, file: usize) {
+        self.orders.remove(&file);
+    }
+
+    /// Keeps the memory of all requests for ever: the kernel may still use it.
+    pub(super) fn leak(&mut self) {
+        std::mem::take(&mut self.requests).into_values().for_each(|pending| std::mem::forget(pending.memory));
     }
 
     /// The memory of a request that is not over.
@@ -141,6 +156,7 @@ impl<B> Table<B> {
 
     /// The next piece to begin, with its slot, while there is room.
     pub(super) fn begin(&mut self) -> Option<(usize, Piece)> {
+        self.fail_syncs();
         if self.free.is_empty() {
             return None;
         }
@@ -161,9 +177,20 @@ impl<B> Table<B> {
         }
         let offset = pending.offset + start as u64;
         let (file, op, deadline) = (pending.file, pending.op, pending.deadline);
-        let piece = Piece { ticket, file, op, offset, start, len, deadline };
+        let piece = Piece { ticket, file, op, offset, start, len, deadline, is_second: false };
         self.slots[slot] = Some(piece.clone());
         Some((slot, piece))
+    }
+
+    /// Ends synchronisations that are due after a write has failed.
+    fn fail_syncs(&mut self) {
+        let due = |order: &Order| Some((*order.waiting.front().filter(|_| order.begun == 0)?, order.failed?));
+        let failed: Vec<(u64, Errno)> = self.orders.values().filter_map(due).collect();
+        for (ticket, errno) in failed {
+            if self.requests.get(&ticket).is_some_and(|pending| pending.op == Op::Sync) {
+                self.give_up(ticket, errno);
+            }
+        }
     }
 
     fn may_begin(&self, ticket: u64, order: &Order) -> bool {
@@ -190,6 +217,10 @@ impl<B> Table<B> {
             }
             Ok(done) if done < piece.len => Some(rest(done)),
             Ok(_) => None,
+            // The thread that had submitted it may have ended: then the kernel cancels it. But a job may say so, too.
+            Err(Errno::ECANCELED) if piece.op != Op::Sync && !piece.is_second => {
+                Some(Piece { is_second: true, ..rest(0) })
+            }
             Err(Errno::EINTR) if piece.op != Op::Sync => Some(rest(0)),
             Err(errno) => {
                 pending.fail(errno);
@@ -224,13 +255,19 @@ impl<B> Table<B> {
         self.stop(ticket, file);
         let Some(pending) = self.requests.get(&ticket).filter(|_| is_over) else { return };
         let done = if pending.op == Op::Sync { 0 } else { pending.end.min(pending.len) };
-        let result = pending.failed.map_or(Ok(done), Err);
+        let failed = pending.failed;
+        let result = failed.map_or(Ok(done), Err);
         self.deadlines.remove(&(pending.deadline, ticket));
         let Some(Pending { memory, op, has_begun, .. }) = self.requests.remove(&ticket) else { return };
         if let Some(order) = self.orders.get_mut(&file) {
             order.begun -= usize::from(has_begun);
             order.is_syncing &= !(op == Op::Sync && has_begun);
-            if order.waiting.is_empty() && order.begun == 0 {
+            match op {
+                Op::Write => order.failed = order.failed.or(failed),
+                Op::Sync => order.failed = None,
+                Op::Read => {}
+            }
+            if order.waiting.is_empty() && order.begun == 0 && order.failed.is_none() {
                 self.orders.remove(&file);
             }
         }
@@ -351,6 +388,33 @@ mod tests {
         table.ended(2, Ok(4));
         assert!(!table.uses(1));
         assert_eq!(taken(&mut table), [("one", Ok(8)), ("sync", Ok(0)), ("other", Ok(4))]);
+    }
+
+    #[test]
+    fn a_sync_after_a_write_that_failed_fails_and_does_nothing() {
+        let (mut table, later) = table(9);
+        for op in [Op::Write, Op::Sync, Op::Write, Op::Sync] {
+            table.submit((0, op, 0), "", 4, later);
+        }
+        assert_eq!(began(&mut table), [(0, 0, 4)]);
+        table.ended(0, Err(Errno::ENOSPC));
+        assert_eq!(began(&mut table), [(0, 0, 4)], "the second write");
+        table.ended(0, Ok(4));
+        let failed = Err(Errno::ENOSPC);
+        assert_eq!(taken(&mut table), [("", failed), ("", failed), ("", Ok(4))]);
+        assert_eq!(began(&mut table), [(0, 0, 0)]);
+        table.ended(0, Ok(0));
+        assert_eq!((taken(&mut table), table.uses(0)), (vec![("", Ok(0))], false));
+    }
+
+    #[test]
+    fn a_piece_that_nobody_has_cancelled_begins_again() {
+        let (mut table, later) = table(1);
+        table.submit((0, Op::Read, 0), "", 4, later);
+        began(&mut table);
+        assert!(table.ended(0, Err(Errno::ECANCELED)).is_some());
+        assert_eq!(table.ended(0, Ok(4)), None);
+        assert_eq!(taken(&mut table), [("", Ok(4))]);
     }
 
     #[test]
