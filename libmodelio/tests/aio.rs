@@ -166,7 +166,7 @@ fn who_waits_hears_of_a_cancel_and_of_an_earlier_deadline() {
     let first = submit(LONG);
     let waits = |queue: &Arc<Queue>| {
         let queue = Arc::clone(queue);
-        std::thread::spawn(move || queue.wait(1, LONG).map(|ended| ended[0].result.clone().map(drop)))
+        std::thread::spawn(move || queue.wait(1, LONG).map(|ended| ended[0].result.map(drop)))
     };
     let waiter = waits(&queue);
     queue.cancel(first);

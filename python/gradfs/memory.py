@@ -22,8 +22,9 @@ class Memory:
     """The memory of a version, which stays unchanged until `close()` and counts as an open file until then.
 
     `close()` gives the memory back, and the mount uses it again. It does not where somebody may still read it: a view
-    is in use, or the process was forked meanwhile. Whoever passes the descriptor on calls `detach()` first. Memory that
-    was not given back is never used again, so it stays unchanged for whoever has it.
+    is in use, or Python has forked the process meanwhile. Mappings and duplicates that the program has made of `fileno()`
+    must be gone before. Whoever passes the descriptor on calls `detach()` first. Memory that was not given back is never
+    used again, so it stays unchanged for whoever has it.
     """
 
     def __init__(self, model: str, version: int | None = None) -> None:

@@ -21,7 +21,7 @@ from gradfs.errors import Closed, GradfsError, Refused, Timeout, explained
 from gradfs.first_file import create_from
 from gradfs.torch import parallel, process, scalars
 from gradfs.torch import settings as told
-from gradfs.torch.staging import Bucket, Copied, Files, Mapped, Slot, can_map
+from gradfs.torch.staging import Bucket, Copied, Files, Mapped, Slot, can_map, give_back_freed
 
 #: Steps in which each way of staging gets used to the program, before it is measured or sends ahead.
 WARM_STEPS = 2
@@ -467,6 +467,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             self._steps = WARM_STEPS
             if MARGIN * self._times["copied"] < self._times["mapped"]:
                 self._use(Copied)
+            give_back_freed()
 
     # State
 

@@ -7,6 +7,7 @@ job's memory, so that a bucket travels while backward goes on, and shows the mod
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import time
@@ -278,6 +279,12 @@ class Mapped:
             for slot in slots:
                 if slot in self._views:
                     self._views[slot].copy_(slot.tensor)
+
+
+def give_back_freed() -> None:
+    """Has the C library give memory that was freed back to the system. glibc keeps weights and copies otherwise."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def can_map(layout: Layout, trained: list[Slot], status: dict[str, object]) -> bool:
