@@ -209,7 +209,9 @@ fn pull(model: &Model, learner: Option<&Arc<Contributor>>, timeout: Duration) ->
     let (job, id) = (&model.job, learner.map(|learner| learner.learner()));
     job.version_opened(id);
     let fresh = wait_for(timeout, |done| job.await_fresh(id, timeout, done));
-    let version = fresh.map_err(|error: ShardError| model.explained(error))?;
+    let fresh: Version = fresh.map_err(|error: ShardError| model.explained(error))?;
+    // A newer one may be here by now.
+    let version = fresh.max(job.version());
     if let Some(why) = job.refuses_reader(version) {
         return Err(Failure::new(Errno::ENOMEM, why));
     }
