@@ -31,7 +31,7 @@ def test_follow_skips_versions_that_came_meanwhile_and_pins_the_one_it_shows(mod
         seen.append((weights.version, weights["w"].numpy()[0].item()))
         if len(seen) == 2:
             break
-    assert seen == [(0, 0), (3, 1)]
+    assert seen == [(0, 0), (model.version, 1)] and model.version > 1
 
 
 def test_follow_waits_for_what_is_newer(model):

@@ -174,7 +174,8 @@ pub unsafe extern "C" fn modelio_wait_version(
     }))
 }
 
-fn wait_version(model: &Model, newer_than: u64, timeout: Duration) -> Version {
+/// Waits until there is a version newer than this, and returns the newest.
+pub(crate) fn wait_version(model: &Model, newer_than: u64, timeout: Duration) -> Version {
     let end = Instant::now() + timeout;
     let (lock, bell) = &*model.published;
     let mut published = lock.lock();
@@ -207,10 +208,15 @@ pub unsafe extern "C" fn modelio_open_weights(
 
 fn pull(model: &Model, learner: Option<&Arc<Contributor>>, timeout: Duration) -> Outcome<Reader> {
     let (job, id) = (&model.job, learner.map(|learner| learner.learner()));
+    let offered = job.offered_version();
     job.version_opened(id);
     let fresh = wait_for(timeout, |done| job.await_fresh(id, timeout, done));
     let fresh: Version = fresh.map_err(|error: ShardError| model.explained(error))?;
-    // A newer one may be here by now.
+    // Who was told of a newer one finds that, or one after it.
+    if fresh.max(job.version()) < offered {
+        let newest = wait_for(timeout, |done| job.await_newest(timeout, done));
+        newest.map_err(|error: ShardError| model.explained(error))?;
+    }
     let version = fresh.max(job.version());
     if let Some(why) = job.refuses_reader(version) {
         return Err(Failure::new(Errno::ENOMEM, why));

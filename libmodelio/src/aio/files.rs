@@ -45,7 +45,7 @@ impl Queue {
         Ok(id)
     }
 
-    /// A learner without a mount: its writes contribute, and [`Op::Sync`] commits. `share` is what was written, also past
+    /// A learner without a mount: its writes contribute, and [`Op::Sync`](super::Op::Sync) commits. `share` is what was written, also past
     /// the queue.
     ///
     /// # Errors
