@@ -31,7 +31,9 @@ def test_follow_skips_versions_that_came_meanwhile_and_pins_the_one_it_shows(mod
         seen.append((weights.version, weights["w"].numpy()[0].item()))
         if len(seen) == 2:
             break
-    assert seen == [(0, 0), (model.version, 1)] and model.version > 1
+    # Elsewhere, the last of them may still be on its way.
+    (_, zero), (version, one) = seen
+    assert (zero, one) == (0, 1) and 1 < version <= 3
 
 
 def test_follow_waits_for_what_is_newer(model):
