@@ -58,6 +58,16 @@ def test_versions_that_are_read_are_let_go_of(url):
         assert value(learner) == 45 and view[0] == 40
 
 
+def test_who_is_told_of_a_version_opens_that_one_or_a_newer_one(start_without_mount):
+    url = start_without_mount({"w": numpy.zeros(1 << 20, "f4")}, "--reducer", "assign")
+    writer, reader = gradfs.open(url), gradfs.open(url)
+    for version in range(1, 31):
+        assert writer.publish({"w": numpy.full(1 << 20, version, "f4")}) == version
+        assert value(writer) == version
+        told = reader.wait(version - 1, HANGS)
+        assert value(reader) >= told == version
+
+
 def test_a_forked_child_reads_unchanged_bytes_and_calls_nothing(url, program):
     text = PROLOGUE + (
         "with model.join('me') as learner:\n"

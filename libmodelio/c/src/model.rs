@@ -174,8 +174,7 @@ pub unsafe extern "C" fn modelio_wait_version(
     }))
 }
 
-/// Waits until there is a version newer than this, and returns the newest.
-pub(crate) fn wait_version(model: &Model, newer_than: u64, timeout: Duration) -> Version {
+fn wait_version(model: &Model, newer_than: u64, timeout: Duration) -> Version {
     let end = Instant::now() + timeout;
     let (lock, bell) = &*model.published;
     let mut published = lock.lock();
@@ -208,16 +207,9 @@ pub unsafe extern "C" fn modelio_open_weights(
 
 fn pull(model: &Model, learner: Option<&Arc<Contributor>>, timeout: Duration) -> Outcome<Reader> {
     let (job, id) = (&model.job, learner.map(|learner| learner.learner()));
-    let offered = job.offered_version();
     job.version_opened(id);
     let fresh = wait_for(timeout, |done| job.await_fresh(id, timeout, done));
-    let fresh: Version = fresh.map_err(|error: ShardError| model.explained(error))?;
-    // Who was told of a newer one finds that, or one after it.
-    if fresh.max(job.version()) < offered {
-        let newest = wait_for(timeout, |done| job.await_newest(timeout, done));
-        newest.map_err(|error: ShardError| model.explained(error))?;
-    }
-    let version = fresh.max(job.version());
+    let version = fresh.map_err(|error: ShardError| model.explained(error))?;
     if let Some(why) = job.refuses_reader(version) {
         return Err(Failure::new(Errno::ENOMEM, why));
     }

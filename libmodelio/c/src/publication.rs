@@ -4,20 +4,18 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::{Publisher, ShardError, Version, wait_for};
+use libmodelio::{Publisher, ShardError, wait_for};
 use nix::errno::Errno;
 use parking_lot::Mutex;
 
 use crate::handles::{Handle, Open, open};
-use crate::model::{Model, model, wait_version};
+use crate::model::{Model, model};
 use crate::outcome::{Failure, Outcome, done, store};
 
 /// New weights that are being written.
 pub(crate) struct Publication {
     model: Arc<Model>,
     publisher: Mutex<Option<Arc<Publisher>>>,
-    /// The newest version when it began.
-    before: Version,
 }
 
 impl Open for Publication {}
@@ -46,10 +44,7 @@ impl Publication {
         if matches!(shown, Err(ShardError::TimedOut(_))) {
             publisher.withdraw();
         }
-        shown.map_err(|error| self.model.explained(error))?;
-        // The writer's next open shows it. It is out, whatever becomes of this wait.
-        wait_version(&self.model, self.before.0, timeout);
-        Ok(())
+        shown.map_err(|error| self.model.explained(error))
     }
 
     pub(crate) fn abort(&self) {
@@ -69,8 +64,7 @@ pub unsafe extern "C" fn modelio_publish(handle: Handle, publication: *mut Handl
         model.job.may_assign()?;
         let publisher = Publisher::new(Arc::clone(&model.job));
         let publisher = publisher.map_err(|error| Failure::new(Errno::ENOMEM, error.to_string()))?;
-        let before = model.job.offered_version();
-        open(Publication { model, before, publisher: Mutex::new(Some(Arc::new(publisher))) })
+        open(Publication { model, publisher: Mutex::new(Some(Arc::new(publisher))) })
     });
     // SAFETY: the caller's promise.
     done(begun.map(|handle| unsafe { store(publication, handle) }))
