@@ -55,7 +55,7 @@ use self::threads::Threads;
 /// The most requests that a queue has at a time.
 pub const MAX_REQUESTS: usize = 1 << 14;
 /// The most pieces under way.
-pub const MAX_DEPTH: u32 = 4096;
+pub const MAX_DEPTH: u32 = 1 << 12;
 /// The most bytes of a piece.
 pub const MAX_PIECE: usize = 1 << 30;
 /// The longest sleep of a thread that waits. The queue then looks at its deadlines again.
@@ -267,7 +267,7 @@ impl Queue {
             (Some(Target::File(_, is_fuse)), Kernel::Ring(ring)) => {
                 work.is_slow = *is_fuse;
                 // SAFETY: the table keeps the memory until the piece has ended.
-                unsafe { ring.begin(slot, &work) }
+                unsafe { ring.begin(slot, piece.ticket, &work) }
             }
             (Some(Target::File(file, _)), Kernel::Threads(threads)) => {
                 threads.begin(slot, Arc::clone(file), work)
@@ -321,7 +321,7 @@ impl Queue {
         for (slot, piece) in pieces {
             let target = self.files.lock().get(piece.file).cloned().flatten();
             match (target.as_deref(), &self.kernel) {
-                (Some(Target::File(..)), Kernel::Ring(ring)) => ring.cancel(slot),
+                (Some(Target::File(..)), Kernel::Ring(ring)) => ring.cancel(slot, piece.ticket),
                 (Some(Target::Learner(learner)), _) if piece.op == Op::Sync => learner.withdraw(),
                 // It ends by itself.
                 _ => {}

@@ -45,7 +45,7 @@ class Place(Protocol):
         """The names in a directory."""
 
     def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
-        """Waits for a version newer than the given one, or than the newest now. Returns the newest, and whether it is."""
+        """Waits for a version newer than this, or than the newest now. Gives the newest, and whether that is newer."""
 
     def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
         """The number and the bytes of the version that `weights` shows. They may be changed, for this process alone.

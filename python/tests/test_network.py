@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import signal
+import subprocess
 import time
 
 import numpy
 import pytest
-from conftest import HANGS, until
+from conftest import HANGS, binary, until
 
 import gradfs
 
@@ -52,10 +53,27 @@ def test_versions_that_are_read_are_let_go_of(url):
             learner.push({"w": ONES})
             assert value(learner) == step + 1
         view = learner.pull()["w"].numpy()
-        assert len(model.status["versions"]) <= 4
+        assert len(model.status["versions_in_memory"]) <= 4
         for _ in range(5):
             learner.push({"w": ONES})
         assert value(learner) == 45 and view[0] == 40
+
+
+def test_status_has_the_names_of_a_mounts(url, tmp_path):
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    command = [binary(), "mount", mount, "model", "--registry", url.split("/")[2], "--background", "--log-file", tmp_path / "log"]
+    subprocess.run(list(map(str, command)), check=True, timeout=HANGS, capture_output=True)
+    try:
+        mounted, model = gradfs.open(mount), gradfs.open(url)
+        with model.join("me"):
+            there, here = mounted.status, model.status
+        assert set(here) <= set(there)
+        assert set(here["shards"][0]) <= set(there["shards"][0])
+        same = ("model", "state", "size_bytes", "tensors", "block_size", "blocks", "version", "learning_rate", "control")
+        assert {name: here[name] for name in same} == {name: there[name] for name in same}
+    finally:
+        subprocess.run([binary(), "unmount", "--lazy", str(mount)], check=False, timeout=HANGS, capture_output=True)
 
 
 def test_who_is_told_of_a_version_opens_that_one_or_a_newer_one(start_without_mount):

@@ -66,15 +66,19 @@ fn of_learner(learner: &Learner, name: &str) -> Outcome<String> {
     })
 }
 
+/// What a mount's `status.json` has of the job, under the same names.
 fn status(model: &Model) -> String {
     let (job, status) = (&model.job, model.job.status());
     let learners = status.members.iter().map(|member| {
-        json!({ "id": member.name, "step": member.step.0, "phase": member.phase, "committed": member.unpublished })
+        json!({
+            "id": member.name, "incarnation": member.incarnation, "step": member.step, "phase": member.phase,
+            "joined_at_version": member.joined_at,
+        })
     });
     let shards = status.shards.iter().map(|shard| {
         json!({
-            "shard": shard.shard.to_string(), "address": shard.address, "blocks": shard.blocks,
-            "transport": shard.transport.to_string(), "connected": shard.connected,
+            "id": shard.shard, "address": shard.address, "transport": shard.transport.to_string(),
+            "blocks": shard.blocks, "connected": shard.connected,
         })
     });
     let controls = job.controls();
@@ -82,15 +86,20 @@ fn status(model: &Model) -> String {
         SETTINGS.iter().filter_map(|(name, _)| Some(((*name).to_owned(), json!(controls.get(name)?))));
     json!({
         "model": job.model(),
-        "size": job.layout().size(),
+        "state": status.state.name(),
+        "version": status.version,
+        "size_bytes": job.layout().size(),
+        "tensors": job.layout().tensors().len(),
         "block_size": job.layout().block_size(),
-        "state": status.state.to_string(),
-        "version": status.version.0,
-        "versions": status.versions.iter().map(|version| version.0).collect::<Vec<_>>(),
-        "contributions": status.contributions,
-        "lost": job.lost().map(|why| why.to_string()),
-        "learners": learners.collect::<Vec<_>>(),
+        "blocks": job.layout().blocks(),
+        "transport": job.kind().to_string(),
         "shards": shards.collect::<Vec<_>>(),
+        "learners": learners.collect::<Vec<_>>(),
+        "committed_for_next_version": status.committed,
+        "contributions": status.contributions,
+        "contributions_of_newest_version": status.newest_of,
+        "learning_rate": controls.learning_rate_after(status.version),
+        "versions_in_memory": status.versions,
         "control": settings.collect::<serde_json::Map<_, _>>(),
     })
     .to_string()

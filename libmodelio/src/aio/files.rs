@@ -93,7 +93,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Memory for requests, which the kernel knows ahead where it can.
+    /// Memory for requests, which the kernel knows ahead where it can. Ask for it at the start, and use it again: the queue
+    /// keeps what is registered.
     ///
     /// # Errors
     /// ENOMEM.

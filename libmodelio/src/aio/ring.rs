@@ -15,6 +15,7 @@ use nix::errno::Errno;
 use nix::sys::eventfd::EventFd;
 use parking_lot::Mutex;
 
+use super::MAX_DEPTH;
 use super::memory::Place;
 use super::table::Op;
 
@@ -22,6 +23,9 @@ use super::table::Op;
 pub(super) const MAX_REGISTERED: u32 = 64;
 /// The bytes of a registered buffer: the kernel's limit.
 pub(super) const MAX_BUFFER: usize = 1 << 30;
+/// Bits of a piece's number that are its slot's. The others are its request's, so no number is used twice while another
+/// one of the slot is cancelled.
+const SLOT_BITS: u32 = MAX_DEPTH.trailing_zeros();
 /// What completes with these numbers is no piece.
 const EVENT: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
@@ -86,7 +90,7 @@ impl Ring {
     ///
     /// # Safety
     /// Its memory stays, and belongs to the piece alone, until its completion was reaped.
-    pub(super) unsafe fn begin(&self, slot: usize, work: &Work) -> Result<(), Errno> {
+    pub(super) unsafe fn begin(&self, slot: usize, ticket: u64, work: &Work) -> Result<(), Errno> {
         let (file, len, offset) = (Fixed(work.file as u32), work.place.len as u32, work.offset);
         let entry = match (work.op, work.place.registered) {
             (Op::Sync, _) => opcode::Fsync::new(file).build(),
@@ -102,12 +106,12 @@ impl Ring {
         // The kernel would poll the file first, which asks the daemon of a mount and waits for it.
         let flags = if work.is_slow { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
         // SAFETY: the caller's promise.
-        unsafe { self.push(&entry.flags(flags).user_data(slot as u64)) }
+        unsafe { self.push(&entry.flags(flags).user_data(number(slot, ticket))) }
     }
 
     /// Cancels a piece. Its completion comes all the same.
-    pub(super) fn cancel(&self, slot: usize) {
-        let one = CancelBuilder::user_data(slot as u64);
+    pub(super) fn cancel(&self, slot: usize, ticket: u64) {
+        let one = CancelBuilder::user_data(number(slot, ticket));
         let entry = opcode::AsyncCancel2::new(one).build().user_data(CANCEL);
         // A piece that cannot be cancelled ends by itself.
         // SAFETY: no memory is named.
@@ -175,11 +179,16 @@ impl Ring {
             match entry.user_data() {
                 CANCEL => {}
                 EVENT => self.is_listening.store(cqueue::more(entry.flags()), Ordering::Relaxed),
-                slot => {
+                number => {
+                    let slot = number & u64::from(MAX_DEPTH - 1);
                     let failed = || Errno::from_raw(-entry.result());
                     done.push((slot as usize, usize::try_from(entry.result()).map_err(|_| failed())));
                 }
             }
         }
     }
+}
+
+fn number(slot: usize, ticket: u64) -> u64 {
+    ticket << SLOT_BITS | slot as u64
 }

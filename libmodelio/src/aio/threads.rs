@@ -50,12 +50,15 @@ impl Threads {
         let needed = self.under_way.fetch_add(1, Ordering::SeqCst) + 1;
         let started = self.started.load(Ordering::SeqCst);
         if started < needed.min(self.depth) {
-            if let Err(error) = self.start()
-                && started == 0
-            {
-                return Err(errno(&error));
+            match self.start() {
+                Ok(()) => _ = self.started.fetch_add(1, Ordering::SeqCst),
+                // Those that there are take it in turn.
+                Err(_) if started > 0 => {}
+                Err(error) => {
+                    self.under_way.fetch_sub(1, Ordering::SeqCst);
+                    return Err(errno(&error));
+                }
             }
-            self.started.fetch_add(1, Ordering::SeqCst);
         }
         self.jobs.send((slot, file, work)).map_err(|_| Errno::EIO)
     }
