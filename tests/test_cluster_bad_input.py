@@ -19,6 +19,7 @@ ALL_TENSORS = [(0, 1)]
 WHOLE = b"\1\0"
 # No provisional plan, and no version that the learner has opened.
 NO_PLAN = b"\0"
+NO_META = b"\0"
 ONE = 0x3FF0_0000_0000_0000
 # With values of no averaged tensor.
 GRADIENT = (0, 0)
@@ -265,7 +266,7 @@ def test_requests_that_make_no_sense_are_refused(world):
         assert kind == "Control" and "median" in why
         assert ask("SetControl", "no_such", "1")[0] == "Control"
         assert ask("WithdrawAssign", 5) == "Done"
-        assert ask("Assign", 1, [(0, BLOCKS)], 100, NO_PLAN)[0] == "not allowed"
+        assert ask("Assign", 1, [(0, BLOCKS)], 100, NO_PLAN, NO_META)[0] == "not allowed"
 
 
 def test_a_learner_of_a_stray_client_commits_out_of_order(world):

@@ -7,7 +7,7 @@ import socket
 from cluster import Cluster
 from filetools import eventually
 from strangers import BLOCKS
-from test_cluster_bad_input import NO_PLAN
+from test_cluster_bad_input import NO_META, NO_PLAN
 from wire import Peer
 
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def test_what_strangers_leave_behind_is_bounded__writes_of_weights():
             assert peer.greet("control", *hello, client=7, epoch=partition["epoch"]).name == "Welcome"
             # The first one is granted, and never sent.
             for number in range(1, 70):
-                peer.say("Assign", number, [(0, BLOCKS)], 60_000, NO_PLAN, request=number, epoch=partition["epoch"])
+                peer.say("Assign", number, [(0, BLOCKS)], 60_000, NO_PLAN, NO_META, request=number, epoch=partition["epoch"])
             answers = [peer.hear_of("Refused") for _ in range(4)]
             assert {answer.fields[0] for answer in answers} == {"out of memory"}, answers
             assert "64" in answers[0].fields[1] and [answer.request for answer in answers] == [66, 67, 68, 69]

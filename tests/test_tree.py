@@ -217,7 +217,7 @@ def test_retained_versions(start_mount):
         assert sorted(set(shown) - ({"0"} if version > 2 else set())) == kept
         for name in kept:
             folder = mount.model / "versions" / name
-            assert sorted(os.listdir(folder)) == ["hf", "tensors", "version", "weights", "weights.safetensors"]
+            assert sorted(os.listdir(folder)) == ["hf", "meta.json", "tensors", "version", "weights", "weights.safetensors"]
             assert (folder / "version").read_text() == f"{name}\n"
             assert (array(folder / "weights") == int(name)).all()
             assert (np.load(folder / "tensors" / "weights.npy") == int(name)).all()
@@ -284,9 +284,10 @@ def test_xattrs_describe_the_data(start_mount, tmp_path):
 
     mount.contribute(f32(1))
     mount.catch_up()
-    assert xattrs("weights") == {"version": "1", "dtype": "mixed"}
-    assert xattrs("tensors/scale.npy") == {"version": "1", "dtype": "BF16", "shape": "[2, 3]"}
-    assert xattrs("versions/0/weights") == {"version": "0", "dtype": "mixed"}
+    epoch = xattrs("weights").pop("epoch")
+    assert xattrs("weights") == {"version": "1", "epoch": epoch, "dtype": "mixed"}
+    assert xattrs("tensors/scale.npy") == {"version": "1", "epoch": epoch, "dtype": "BF16", "shape": "[2, 3]"}
+    assert xattrs("versions/0/weights") == {"version": "0", "epoch": epoch, "dtype": "mixed"}
     assert xattrs("version") == {"version": "1"}
     for name in ("weights", "gradients", "control/carry"):
         fails(errno.ENODATA, os.getxattr, mount.model / name, "user.other")

@@ -25,6 +25,7 @@ use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
+use libmodelio::vocabulary::meta::{self, Meta};
 use parking_lot::{Mutex, RwLock};
 
 use crate::session::error::{CallError, CallResult};
@@ -44,7 +45,10 @@ use text::MountStatus;
 /// Tells what `status.json` shows of the mount.
 pub type StatusSource = Box<dyn Fn() -> MountStatus + Send + Sync>;
 
+/// How the names of all attributes begin.
+const USER: &str = "user.";
 const VERSION: &str = "user.gradfs.version";
+const EPOCH: &str = "user.gradfs.epoch";
 const DTYPE: &str = "user.gradfs.dtype";
 const SHAPE: &str = "user.gradfs.shape";
 const ERROR: &str = "user.gradfs.error";
@@ -282,13 +286,31 @@ impl Fs {
     ///
     /// # Errors
     /// ENOENT.
-    pub fn xattrs(&self, ino: u64) -> CallResult<Vec<&'static str>> {
+    pub fn xattrs(&self, ino: u64) -> CallResult<Vec<String>> {
         let Node::Model(index, file) = self.node(ino)? else { return Ok(Vec::new()) };
         let tree = self.tree(index)?;
-        Ok([VERSION, DTYPE, SHAPE, ERROR]
-            .into_iter()
-            .filter(|name| value(&tree, file, name).is_some())
-            .collect())
+        let own = [VERSION, EPOCH, DTYPE, SHAPE, ERROR].into_iter();
+        let own = own.filter(|name| value(&tree, file, name).is_some()).map(str::to_owned);
+        let meta = file.version().map_or_else(Meta::default, |version| tree.model.job.meta(version));
+        Ok(own.chain(meta.iter().map(|(name, _)| format!("{USER}{name}"))).collect())
+    }
+
+    /// Sets one: says something of the version that an open `publish` makes.
+    ///
+    /// # Errors
+    /// EPERM for other files, EINVAL for what a version cannot have, ENOENT.
+    pub fn set_xattr(&self, ino: u64, name: &str, value: &[u8]) -> CallResult<()> {
+        let Node::Model(index, File::Publish(number)) = self.node(ino)? else {
+            return Err(CallError::new(libc::EPERM, "attributes are set on an open publish alone"));
+        };
+        let publication = self.tree(index)?.publications.get(number).ok_or_else(|| {
+            let what = "attributes are set on the file descriptor of an open publish, not by its path";
+            CallError::new(libc::EPERM, what)
+        })?;
+        let invalid =
+            || CallError::new(libc::EINVAL, "attributes are texts, with names that begin with user.");
+        let name = name.strip_prefix(USER).ok_or_else(invalid)?;
+        publication.describe([(name, std::str::from_utf8(value).map_err(|_| invalid())?)])
     }
 
     /// The value of one.
@@ -298,15 +320,16 @@ impl Fs {
     pub fn xattr(&self, ino: u64, name: &str) -> CallResult<String> {
         // Asked for by the kernel itself, often: answered before anything is looked up. Access control lists and
         // security labels are asked for by `ls -l`, of one file only where it hears that there are none at all.
-        if !name.starts_with("user.") {
+        let Some(short) = name.strip_prefix(USER) else {
             return Err(CallError::new(libc::EOPNOTSUPP, "no such kind of attribute"));
-        }
+        };
         let none = || CallError::new(libc::ENODATA, "no such attribute");
-        if !name.starts_with("user.gradfs.") {
-            return Err(none());
-        }
         let Node::Model(index, file) = self.node(ino)? else { return Err(none()) };
         let tree = self.tree(index)?;
+        if !short.starts_with(meta::OWN) {
+            let meta = file.version().map(|version| tree.model.job.meta(version));
+            return meta.and_then(|meta| meta.get(short).map(str::to_owned)).ok_or_else(none);
+        }
         if name == MEMORY && matches!(file, File::Weights(_) | File::RetainedWeights(_)) {
             let at = self.lender.get().zip(tree.key.as_ref());
             return at.map(|(socket, key)| format!("{socket} {key}")).ok_or_else(none);
@@ -345,6 +368,7 @@ fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
     match name {
         VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
         VERSION if matches!(file, File::Device | File::VersionText) => Some(tree.shown_version().to_string()),
+        EPOCH if file.version().is_some() => Some(tree.model.job.generation().to_string()),
         DTYPE if has_data || takes_data => Some(match of_tensor {
             Some(tensor) => tensor.dtype.name(),
             None if tensors.iter().all(|tensor| tensor.dtype == tensors[0].dtype) => tensors[0].dtype.name(),

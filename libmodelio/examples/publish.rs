@@ -12,7 +12,7 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::{ClientOptions, Publisher, connect, wait_for};
+use libmodelio::{ClientOptions, Meta, Publisher, connect, wait_for};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Blocks travel as soon as they are whole. What is not written keeps its value.
     let elements = job.layout().size() as usize / size_of::<f32>();
     publisher.write(0, &value.to_le_bytes().repeat(elements))?;
-    wait_for(PATIENCE, |done| publisher.commit(PATIENCE, done))?;
+    wait_for(PATIENCE, |done| publisher.commit(Meta::default(), PATIENCE, done))?;
     println!("version {} is {value} everywhere", job.version());
     job.shut_down();
     Ok(())

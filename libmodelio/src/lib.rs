@@ -100,6 +100,7 @@ pub use vocabulary::controls::{ControlError, Controls, PullPolicy};
 pub use vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Step, Version};
 pub use vocabulary::layout::{DType, ModelLayout, Tensor};
 pub use vocabulary::members::LeaveReason;
+pub use vocabulary::meta::{Meta, MetaError};
 pub use vocabulary::reducer::Reducer;
 pub use vocabulary::shard_error::ShardError;
 pub use vocabulary::weight::Weight;

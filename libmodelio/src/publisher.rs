@@ -21,6 +21,7 @@ use crate::mapped::MappedMemory;
 use crate::tracker::WriteRefused;
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::ModelLayout;
+use crate::vocabulary::meta::Meta;
 use crate::vocabulary::ranges;
 use crate::vocabulary::shard_error::ShardError;
 
@@ -270,8 +271,13 @@ impl Publisher {
     }
 
     /// Publishes what was written as the next version; the rest keeps its value. `done` gets Ok once the
-    /// version is out. Whatever the outcome, this publisher is done.
-    pub fn commit(&self, timeout: Duration, done: impl FnOnce(Result<(), ShardError>) + Send + 'static) {
+    /// version is out. Whatever the outcome, this publisher is done. `meta` says something of the version.
+    pub fn commit(
+        &self,
+        meta: Meta,
+        timeout: Duration,
+        done: impl FnOnce(Result<(), ShardError>) + Send + 'static,
+    ) {
         let (written, checked) = {
             let mut state = self.state.lock();
             let deadline = Instant::now() + timeout;
@@ -294,7 +300,7 @@ impl Publisher {
             }
             done(result);
         };
-        self.job.publish(self.buffer.clone(), &written, checked, timeout, Box::new(done));
+        self.job.publish(self.buffer.clone(), &written, meta, checked, timeout, Box::new(done));
     }
 
     /// Ends the wait for a commit that is on its way: unless it has begun, it does not take place.

@@ -140,12 +140,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V12 = 12,
     /// Learners reduce numbers among themselves.
+    ///
+    /// This program does not speak it any more.
     V13 = 13,
+    /// Publishers say something of their versions.
+    V14 = 14,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V13;
+    pub const NEWEST: Protocol = Protocol::V14;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -158,7 +162,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            13 => Ok(Protocol::V13),
+            14 => Ok(Protocol::V14),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

@@ -12,6 +12,7 @@ pub mod groups;
 pub mod ids;
 pub mod layout;
 pub mod members;
+pub mod meta;
 pub mod norm;
 pub mod partly;
 pub mod phase;

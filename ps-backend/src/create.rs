@@ -139,9 +139,7 @@ pub fn create(
     let there = choose(ask(there), new.shards, blocks, needed.total());
     let ids: Vec<ShardId> = there.iter().map(|shard| shard.shard).collect();
     let map = BlockMap::striped(new.layout.blocks(), &ids)?;
-    let mut random = [0; 8];
-    getrandom::fill(&mut random).map_err(|error| CreateError::Random(error.to_string()))?;
-    let generation = Generation(u64::from_le_bytes(random).max(1));
+    let generation = new_generation().map_err(|error| CreateError::Random(error.to_string()))?;
     let (controls, metadata) = (new.controls.clone(), new.metadata.clone());
     let mut record = ModelRecord::new(new.name, generation, new.layout, metadata, &map, ids[0], controls)?;
     registry.put(&record, None, Instant::now() + PROMPT)?;
@@ -156,6 +154,16 @@ pub fn create(
         return Err(error);
     }
     Ok(record)
+}
+
+/// A number that no earlier life of a model has had.
+///
+/// # Errors
+/// If the system has no random numbers.
+pub(crate) fn new_generation() -> Result<Generation, getrandom::Error> {
+    let mut random = [0; 8];
+    getrandom::fill(&mut random)?;
+    Ok(Generation(u64::from_le_bytes(random).max(1)))
 }
 
 /// Asks all shards at once what they hold, and what memory they have left.

@@ -71,6 +71,12 @@ class Step:
         width = tensor.nbytes // tensor.size if tensor.size else 0
         self._write([(tensor.offset + start * width, tensor, described)])
 
+    def describe(self, meta: Mapping[str, str]) -> None:
+        """Says something of the version that new weights make."""
+        self._check()
+        with self._explained():
+            self._sink.describe(meta)
+
     def commit(self) -> None:
         """Ends the step: when this has returned, the contribution counts.
 

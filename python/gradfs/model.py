@@ -90,17 +90,24 @@ class Model(Contributor):
     def publish(self, values: Mapping[str, Any], meta: Mapping[str, str] | None = None) -> int:
         """Makes whole new weights the next version, and returns the number of the newest version then.
 
-        All tensors have to be given. The job takes new weights with the reducer `assign`, or at version 0.
+        All tensors have to be given. The job takes new weights with the reducer `assign`, or at version 0. `meta` says
+        something of the version, such as its training step: texts by name, 4096 bytes in all, which `Weights.meta`
+        shows to whoever reads it. Raises Refused if one is no text, or cannot be kept.
         """
         self._check()
-        if meta is not None:
-            raise Refused("publish: this gradfs keeps no metadata of new weights")
+        for name, text in (meta or {}).items():
+            if not (isinstance(name, str) and isinstance(text, str)):
+                raise Refused(f"publish: metadata has texts by name, and {name!r} is none: convert it by str() or JSON")
+            if "\0" in name + text:
+                raise Refused(f"publish: the metadata {name!r} has a zero byte")
         missing = [name for name in self.layout if name not in values]
         if missing:
             raise Refused(f"publish: all tensors are needed, and these are missing: {', '.join(missing)}")
         arrays.checked(self.layout, values, "publish")
         with Step(self._place, self._file("publish"), self.layout, self._model) as step:
             step.update(values)
+            if meta:
+                step.describe(meta)
         return self.version
 
     def memfd(self, version: int | None = None) -> Memory:

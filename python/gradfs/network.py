@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import NotMounted, Worded
@@ -42,7 +42,9 @@ _CALLS: dict[str, list[Any]] = {
 
 
 class _Version(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("size", ctypes.c_uint64), ("version", ctypes.c_uint64)]
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("size", ctypes.c_uint64), ("version", ctypes.c_uint64), ("epoch", ctypes.c_uint64),
+    ]  # fmt: skip
 
 
 _library: ctypes.CDLL | None = None
@@ -111,6 +113,10 @@ class _Write:
             _call("write", self._handle, _address(buffer), buffer.nbytes, at + written, self._ms)
             written += buffer.nbytes
         return written
+
+    def describe(self, meta: Mapping[str, str]) -> None:
+        for name, text in meta.items():
+            _call("set", self._handle, f"user.{name}".encode(), text.encode(), self._ms)
 
     def commit(self, done: list[None]) -> None:
         failures: list[OSError] = []
@@ -241,6 +247,9 @@ class Network:
                     raise
                 if end is not None and time.monotonic() >= end:
                     return version.value, False
+
+    def epoch(self, model: str) -> int:
+        return int(self.read(f"{model}/epoch"))
 
     def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
         handle, _ = self._of(path)

@@ -8,6 +8,7 @@ import os
 import select
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 # Seconds that one call of poll waits. It could take 24 days.
@@ -21,6 +22,9 @@ class Sink(Protocol):
 
     def write(self, buffers: list[memoryview], at: int) -> int:
         """Writes from the byte `at` on, and returns how many bytes were taken."""
+
+    def describe(self, meta: Mapping[str, str]) -> None:
+        """Says something of the version that it makes."""
 
     def commit(self, done: list[None]) -> None:
         """Ends it. `done` gets an entry in the same moment in which it counts."""
@@ -47,6 +51,9 @@ class Place(Protocol):
     def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
         """Waits for a version newer than this, or than the newest now. Gives the newest, and whether that is newer."""
 
+    def epoch(self, model: str) -> int:
+        """The life of the model."""
+
     def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
         """The number and the bytes of the version that `weights` shows. They may be changed, for this process alone.
 
@@ -72,6 +79,10 @@ class _File:
 
     def write(self, buffers: list[memoryview], at: int) -> int:
         return os.pwritev(self._file, buffers, at)
+
+    def describe(self, meta: Mapping[str, str]) -> None:
+        for name, text in meta.items():
+            os.setxattr(self._file, f"user.{name}", text.encode())
 
     def commit(self, done: list[None]) -> None:
         # All of it in C, so that no exception of a signal comes between the success and its record.
@@ -131,6 +142,9 @@ class Files:
                 poll.poll(min(left, _LONGEST_POLL) * 1000 + 1)
         finally:
             os.close(file)
+
+    def epoch(self, model: str) -> int:
+        return int(os.getxattr(os.path.join(model, "weights"), "user.gradfs.epoch"))
 
     def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -248,8 +248,33 @@ def test_publish_says_why_weights_are_read_only(model, learner):
     assert error.value.errno == errno.EACCES
 
 
-def test_publish_refuses_metadata_that_it_would_lose(start):
+def test_publish_says_something_of_the_version(start):
     model = gradfs.open(start({"w": numpy.zeros(3, "f4")}, "--reducer", "assign"))
-    with pytest.raises(gradfs.Refused, match="metadata"):
-        model.publish({"w": numpy.ones(3, "f4")}, meta={"step": "1"})
+    with model.pull() as before:
+        assert before.meta == {}
+        assert model.publish({"w": numpy.ones(3, "f4")}, meta={"step": "1", "hash": "ä"}) == 1
+        assert gradfs.publish(model.path, {"w": numpy.full(3, 2, "f4")}) == 2
+        assert before.meta == {} and model.pull().meta == {}, "it belongs to one version"
+    model.publish({"w": numpy.ones(3, "f4")}, meta={"step": "3"})
+    versions = gradfs.follow(model.path)
+    weights = next(versions)
+    assert weights.epoch == model.pull().epoch >= 0
+    assert (weights.version, weights.meta) == (3, {"step": "3"})
+    model.publish({"w": numpy.ones(3, "f4")})
+    assert weights.meta == {"step": "3"}, "as long as it is held"
+    assert next(versions).meta == {} and weights.meta == {"step": "3"}
+    held = model.pull()
+    held.close()
+    with pytest.raises(gradfs.Closed):
+        held.meta  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [({"step": 1}, "'step' is none"), ({"gradfs.x": "1"}, "no name"), ({"long": "x" * 4096}, "4100 bytes"), ({"z": "\0"}, "zero")],
+)
+def test_publish_refuses_metadata_that_cannot_be_kept(start, meta, words):
+    model = gradfs.open(start({"w": numpy.zeros(3, "f4")}, "--reducer", "assign"))
+    with pytest.raises(gradfs.Refused, match=words):
+        model.publish({"w": numpy.ones(3, "f4")}, meta=meta)
     assert model.version == 0

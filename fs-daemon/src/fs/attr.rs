@@ -128,6 +128,7 @@ impl Fs {
                 of_version(tree.npy_size(i), v)?
             }
             File::RetainedText(v) => of_version(text_len(v), v)?,
+            File::RetainedMeta(v) => of_version(text::meta(model, v).len() as u64, v)?,
             // Opened for each step, and only the time changes.
             File::Gradients(_) | File::LearnerGradients(..) => {
                 Attributes { keep: Keep::Briefly, ..sized(size) }

@@ -1,9 +1,9 @@
 //! One model's part of the tree: the state that its files need besides the model itself.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
 use libmodelio::formats::layout::layout_text;
@@ -19,6 +19,7 @@ use super::tensors_name::TensorsName;
 use crate::session::error::Done;
 use crate::session::error::LastRefusal;
 use crate::session::model::Model;
+use crate::session::publication::Publication;
 
 /// The kernel's cache of names. Must not be called from within a request, or under a lock.
 pub trait Kernel: Send + Sync {
@@ -148,7 +149,8 @@ pub fn safetensors_header(model: &Model, version: Version) -> Arc<[u8]> {
 #[derive(Default)]
 pub struct Publications {
     looked_up: AtomicU64,
-    open: Mutex<HashSet<u64>>,
+    /// The open ones, by number. They are of none until they are open in full.
+    open: Mutex<HashMap<u64, Weak<Publication>>>,
 }
 
 /// Keeps a publication's inode from being opened again, until this is dropped.
@@ -165,7 +167,24 @@ impl Publications {
 
     /// Opens the publication of this number. None if it is open.
     pub fn open(self: &Arc<Self>, number: u64) -> Option<OpenPublication> {
-        self.open.lock().insert(number).then(|| OpenPublication { of: Arc::clone(self), number })
+        let mut open = self.open.lock();
+        if open.contains_key(&number) {
+            return None;
+        }
+        open.insert(number, Weak::new());
+        Some(OpenPublication { of: Arc::clone(self), number })
+    }
+
+    /// The publication of this number, if it is open.
+    pub fn get(&self, number: u64) -> Option<Arc<Publication>> {
+        self.open.lock().get(&number)?.upgrade()
+    }
+}
+
+impl OpenPublication {
+    /// What is written.
+    pub fn is_of(&self, publication: &Arc<Publication>) {
+        self.of.open.lock().insert(self.number, Arc::downgrade(publication));
     }
 }
 

@@ -344,6 +344,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("tensors", File::RetainedTensors(version, 0)),
             ("hf", File::RetainedHuggingFace(version)),
             ("version", File::RetainedText(version)),
+            ("meta.json", File::RetainedMeta(version)),
         ],
         File::Learner(id) => vec![
             ("weights", File::LearnerWeights(id, newest())),

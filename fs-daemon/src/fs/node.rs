@@ -65,6 +65,8 @@ pub enum File {
     RetainedTensor(Version, u32),
     /// `versions/<n>/version`.
     RetainedText(Version),
+    /// `versions/<n>/meta.json`.
+    RetainedMeta(Version),
     /// `learners/`.
     Learners,
     /// `learners/<id>/`.
@@ -166,7 +168,7 @@ const OF_MODEL: [File; 15] = [
     File::HuggingFace,
 ];
 /// Files of which a version has one each.
-const OF_VERSION: [fn(Version) -> File; 7] = [
+const OF_VERSION: [fn(Version) -> File; 8] = [
     File::Weights,
     File::Safetensors,
     File::Retained,
@@ -174,6 +176,7 @@ const OF_VERSION: [fn(Version) -> File; 7] = [
     File::RetainedSafetensors,
     File::RetainedText,
     File::RetainedHuggingFace,
+    File::RetainedMeta,
 ];
 /// Files of which a learner has one each.
 const OF_LEARNER: [fn(LearnerId) -> File; 11] = [
@@ -257,6 +260,7 @@ impl File {
             | File::RetainedTensors(v, _)
             | File::RetainedTensor(v, _)
             | File::RetainedText(v)
+            | File::RetainedMeta(v)
             | File::RetainedHuggingFace(v)
             | File::LearnerWeights(_, v)
             | File::LearnerSafetensors(_, v) => Some(v),

@@ -108,7 +108,7 @@ impl OpenRequest {
         let (tree, file) = self.file().filter(|_| self.reads)?;
         match file {
             File::Device => Some(tree.model.job.version()),
-            File::RetainedText(_) => None,
+            File::RetainedText(_) | File::RetainedMeta(_) => None,
             file => file.version(),
         }
     }
@@ -359,6 +359,7 @@ impl Fs {
             | File::Status
             | File::Layout
             | File::RetainedText(_)
+            | File::RetainedMeta(_)
             | File::LearnerVersion(_)
             | File::LearnerStatus(_)
             | File::Error
@@ -457,6 +458,7 @@ fn open_publish(request: &OpenRequest, tree: &Arc<ModelTree>, number: u64) -> Ca
         Some(memory) => Way::MapBypass(memory.region().clone()),
         None => Way::Direct,
     };
+    inode.is_of(&publication);
     let tree = Arc::clone(tree);
     Ok((OpenFile::Publication { tree, publication, _keeps: Box::new(inode) }, way))
 }

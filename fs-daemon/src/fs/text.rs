@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use libmodelio::client::core::PullReport;
 use libmodelio::vocabulary::controls::SETTINGS;
-use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::reducer::decimal;
@@ -227,6 +227,11 @@ pub fn learner_status(model: &Model, id: LearnerId) -> CallResult<String> {
         member.silent.as_secs_f64(),
         status.state,
     ))
+}
+
+/// `versions/<n>/meta.json`: a line.
+pub fn meta(model: &Model, version: Version) -> String {
+    format!("{}\n", model.job.meta(version))
 }
 
 /// `learners/<id>/weight`: a line.

@@ -82,6 +82,7 @@ impl Fs {
                 format!("{version}\n")
             }
             File::RetainedText(version) => format!("{version}\n"),
+            File::RetainedMeta(version) => text::meta(&tree.model, version),
             File::Status => text::status(tree, &self.mount_status()),
             File::LearnerWeight(id) => text::weight(&tree.model, id)?,
             File::LearnerStatus(id) => text::learner_status(&tree.model, id)?,

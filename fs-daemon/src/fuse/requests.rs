@@ -359,15 +359,16 @@ impl Filesystem for Binding {
 
     fn setxattr(
         &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _name: &OsStr,
-        _value: &[u8],
+        request: &Request,
+        ino: INodeNo,
+        name: &OsStr,
+        value: &[u8],
         _flags: i32,
         _position: u32,
         reply: ReplyEmpty,
     ) {
-        reply.error(Errno::EPERM);
+        let outcome = self.fs().set_xattr(ino.0, name.to_str().unwrap_or_default(), value);
+        answer(self.caller("setxattr", ino, request), reply)(outcome);
     }
 
     fn poll(

@@ -1,5 +1,6 @@
 //! What is written to `gradients.safetensors` and `publish.safetensors`: a safetensors file, by tensors' names.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use libmodelio::formats::named::{NamedError, NamedStream};
@@ -37,6 +38,11 @@ impl NamedWrites {
         sink: impl FnMut(u64, &[u8]) -> CallResult<()>,
     ) -> CallResult<()> {
         self.stream.lock().write(offset, data, sink)
+    }
+
+    /// The file's `__metadata__`, once after its header has come.
+    pub fn take_metadata(&self) -> Option<BTreeMap<String, String>> {
+        self.stream.lock().take_metadata()
     }
 
     /// Whether what was written may count.

@@ -1,10 +1,12 @@
 //! Whole new weights: written bytes become a version at the commit, all at once; the rest keeps its value. A program may
 //! map memory instead, all of which is published when a step ends.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use libmodelio::mapped::MappedMemory;
 use libmodelio::publisher::Publisher;
+use libmodelio::vocabulary::meta::{Meta, OWN};
 use libmodelio::vocabulary::ranges;
 use libmodelio::vocabulary::shard_error::ShardError;
 use parking_lot::Mutex;
@@ -28,6 +30,8 @@ pub struct Publication {
     named: Option<NamedWrites>,
     /// The writes since the last end.
     written: Mutex<Written>,
+    /// What the program says of the next version.
+    meta: Mutex<Meta>,
     /// The memory that a program may map.
     mapped: Option<Mapped>,
 }
@@ -63,7 +67,8 @@ impl Publication {
     fn new(model: &Arc<Model>, publisher: Option<Arc<Publisher>>, mapped: Option<Mapped>) -> Publication {
         let (model, publisher) = (Arc::clone(model), Mutex::new(publisher));
         let refusal = Arc::clone(&model.own_refusal);
-        Publication { model, publisher, refusal, named: None, written: Mutex::default(), mapped }
+        let (written, meta) = (Mutex::default(), Mutex::default());
+        Publication { model, publisher, refusal, named: None, written, meta, mapped }
     }
 
     /// The same for a file that is written by tensors' names, and keeps its refusals here.
@@ -111,6 +116,7 @@ impl Publication {
         let written = self.publisher.lock().take_if(|publisher| publisher.is_open());
         drop(written);
         self.written.lock().begin_anew();
+        *self.meta.lock() = Meta::default();
         self.named.iter().for_each(NamedWrites::begin_anew);
         self.must_be_whole();
     }
@@ -122,10 +128,32 @@ impl Publication {
     pub fn write(&self, offset: u64, data: &[u8]) -> CallResult<()> {
         let outcome = match &self.named {
             None => refuse_header(offset, data).and_then(|()| self.store(offset, data)),
-            Some(named) => named.write(offset, data, |at, bytes| self.store(at, bytes)),
+            Some(named) => named
+                .write(offset, data, |at, bytes| self.store(at, bytes))
+                .and_then(|()| named.take_metadata().map_or(Ok(()), |metadata| self.keep(metadata))),
         };
         self.written.lock().note(offset, data.len(), &outcome);
         outcome.inspect_err(|error| self.refusal.note(error, true))
+    }
+
+    /// Says something of the version that the next commit makes. It belongs to what is written: a file that is taken back,
+    /// or refused, takes it along.
+    ///
+    /// # Errors
+    /// EINVAL for what a version cannot have. Nothing has changed then.
+    pub fn describe<N: Into<String>, T: Into<String>>(
+        &self,
+        texts: impl IntoIterator<Item = (N, T)>,
+    ) -> CallResult<()> {
+        let added = self.meta.lock().add(texts);
+        let added = added.map_err(|error| CallError::new(libc::EINVAL, error.to_string()));
+        added.inspect_err(|error| self.refusal.note(error, true))
+    }
+
+    /// Keeps a file's metadata, without what a mount's own files say.
+    fn keep(&self, mut metadata: BTreeMap<String, String>) -> CallResult<()> {
+        metadata.retain(|name, _| !name.starts_with(OWN));
+        self.describe(metadata)
     }
 
     fn store(&self, offset: u64, data: &[u8]) -> CallResult<()> {
@@ -172,14 +200,16 @@ impl Publication {
         named.iter().for_each(|named| named.begin_anew());
         let refused = written.check_refused(ending == Ending::Close).and(holes).and(whole);
         let is_mapped = ending == Ending::Step && !self.is_open() && refused.is_ok();
+        let take_meta = || std::mem::take(&mut *self.meta.lock());
         if let Some(mapped) = self.mapped.as_ref().filter(|_| is_mapped) {
             // The mapping is whole, as a truncated file is to be.
             *self.written.lock() = Written::default();
-            return mapped.publish(&self.model, done);
+            return mapped.publish(&self.model, take_meta(), done);
         }
         if !written.is_pending() {
             return done(Ok(()));
         }
+        let meta = take_meta();
         let publisher = self.publisher.lock().take_if(|publisher| publisher.is_open());
         let (takes, refusal) = (publisher.is_some(), Arc::clone(&self.refusal));
         let is_whole = publisher.as_ref().is_some_and(|publisher| publisher.is_complete());
@@ -214,7 +244,7 @@ impl Publication {
                 None => answer(Ok(())),
                 Some(publisher) => {
                     let model = Arc::clone(&self.model);
-                    publisher.commit(self.model.timeout(), move |result| {
+                    publisher.commit(meta, self.model.timeout(), move |result| {
                         answer(result.map_err(|error| explained(&model, error)));
                     });
                 }
@@ -264,7 +294,7 @@ impl Publication {
 impl Mapped {
     /// Publishes all of the memory, which stays the program's: readers get a copy. Unless that is short, a thread of its own
     /// makes it.
-    fn publish(&self, model: &Arc<Model>, done: Done<()>) {
+    fn publish(&self, model: &Arc<Model>, meta: Meta, done: Done<()>) {
         let (model, shipping) = (Arc::clone(model), Arc::clone(&self.shipping));
         let begun = {
             let mut shipping = shipping.lock();
@@ -294,7 +324,7 @@ impl Mapped {
                 done(outcome);
             };
             match publisher.write_all(&memory) {
-                Ok(()) => publisher.commit(timeout, answer),
+                Ok(()) => publisher.commit(meta, timeout, answer),
                 Err(error) => answer(Err(error)),
             }
         };

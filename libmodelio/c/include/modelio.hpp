@@ -105,7 +105,16 @@ public:
     void abort(milliseconds timeout) { check(modelio_abort(this->handle_, count(timeout))); }
 };
 
-using Publication = Writing<Handle>;
+// New weights.
+class Publication : public Writing<Handle> {
+public:
+    using Writing<Handle>::Writing;
+
+    // Says something of the version that the commit makes.
+    void describe(const std::string &name, const std::string &text) {
+        check(modelio_set(handle_, ("user." + name).c_str(), text.c_str(), 0));
+    }
+};
 
 // A learner, which leaves the job with the object.
 class Learner : public Writing<Reading> {

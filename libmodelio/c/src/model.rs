@@ -52,7 +52,7 @@ impl Drop for Model {
 pub(crate) struct Weights {
     pub reader: Reader,
     /// Its learners must not leave before it is closed.
-    _model: Arc<Model>,
+    model: Arc<Model>,
 }
 
 /// The options of a connection. Fill it with zeros first: a zero, or NULL, is the default.
@@ -75,6 +75,8 @@ pub struct ModelioVersion {
     pub size: u64,
     /// The number of the version.
     pub version: u64,
+    /// The life of the model that it is a version of. A restored job begins another one, and counts its versions anew.
+    pub epoch: u64,
 }
 
 /// Connects to a model without a mount. `url` is "gradfs://HOST[:PORT]/MODEL", the place of the registry and the model's
@@ -199,7 +201,7 @@ pub unsafe extern "C" fn modelio_open_weights(
         let learner = of.as_ref().err();
         let model = of.as_ref().unwrap_or_else(|learner| &learner.model);
         let reader = pull(model, learner.map(|learner| &learner.contributor), timeout(timeout_ms))?;
-        open(Weights { reader, _model: Arc::clone(model) })
+        open(Weights { reader, model: Arc::clone(model) })
     });
     // SAFETY: the caller's promise.
     done(opened.map(|handle| unsafe { store(weights, handle) }))
@@ -232,11 +234,11 @@ fn pull(model: &Model, learner: Option<&Arc<Contributor>>, timeout: Duration) ->
 pub unsafe extern "C" fn modelio_weights(weights: Handle, version: *mut ModelioVersion) -> c_int {
     done(get::<Weights>(weights, "weights").map(|weights| {
         let bytes = weights.reader.bytes(0..weights.reader.region().memory().len() as u64);
+        let epoch = weights.model.job.generation().0;
         let of = weights.reader.version().0;
+        let is = ModelioVersion { data: bytes.as_ptr(), size: bytes.len() as u64, version: of, epoch };
         // SAFETY: the caller's promise.
-        unsafe {
-            store(version, ModelioVersion { data: bytes.as_ptr(), size: bytes.len() as u64, version: of })
-        };
+        unsafe { store(version, is) };
     }))
 }
 

@@ -4,6 +4,7 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::Duration;
 
+use libmodelio::vocabulary::meta::Meta;
 use libmodelio::{Publisher, ShardError, wait_for};
 use nix::errno::Errno;
 use parking_lot::Mutex;
@@ -12,10 +13,14 @@ use crate::handles::{Handle, Open, open};
 use crate::model::{Model, model};
 use crate::outcome::{Failure, Outcome, done, store};
 
+/// How names of attributes begin.
+const USER: &str = "user.";
+
 /// New weights that are being written.
 pub(crate) struct Publication {
     model: Arc<Model>,
     publisher: Mutex<Option<Arc<Publisher>>>,
+    meta: Mutex<Meta>,
 }
 
 impl Open for Publication {}
@@ -39,12 +44,21 @@ impl Publication {
             return Err(Failure::invalid("nothing was written, so there is nothing to publish"));
         }
         publisher.check_finite().map_err(|error| self.model.explained(error))?;
+        let meta = std::mem::take(&mut *self.meta.lock());
         self.abort();
-        let shown = wait_for(timeout, |done| publisher.commit(timeout, done));
+        let shown = wait_for(timeout, |done| publisher.commit(meta, timeout, done));
         if matches!(shown, Err(ShardError::TimedOut(_))) {
             publisher.withdraw();
         }
         shown.map_err(|error| self.model.explained(error))
+    }
+
+    /// Says something of the version, under a name of a mount's attribute.
+    pub(crate) fn describe(&self, name: &str, text: &str) -> Outcome<()> {
+        self.publisher()?;
+        let no_name = || Failure::invalid(format!("{name:?} is no name: it begins with {USER:?}"));
+        let name = name.strip_prefix(USER).ok_or_else(no_name)?;
+        self.meta.lock().add([(name, text)]).map_err(|error| Failure::invalid(error.to_string()))
     }
 
     pub(crate) fn abort(&self) {
@@ -64,7 +78,8 @@ pub unsafe extern "C" fn modelio_publish(handle: Handle, publication: *mut Handl
         model.job.may_assign()?;
         let publisher = Publisher::new(Arc::clone(&model.job));
         let publisher = publisher.map_err(|error| Failure::new(Errno::ENOMEM, error.to_string()))?;
-        open(Publication { model, publisher: Mutex::new(Some(Arc::new(publisher))) })
+        let publisher = Mutex::new(Some(Arc::new(publisher)));
+        open(Publication { model, publisher, meta: Mutex::default() })
     });
     // SAFETY: the caller's promise.
     done(begun.map(|handle| unsafe { store(publication, handle) }))

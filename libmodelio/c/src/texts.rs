@@ -7,14 +7,15 @@ use libmodelio::formats::layout::layout_text;
 use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::layout::header;
 use libmodelio::vocabulary::weight::Weight;
-use libmodelio::wait_for;
+use libmodelio::{Job, Version, wait_for};
 use nix::errno::Errno;
 use serde_json::json;
 
-use crate::handles::{Handle, either};
+use crate::handles::{Handle, either, get};
 use crate::learner::Learner;
 use crate::model::Model;
 use crate::outcome::{Failure, Outcome, answer, done, string, timeout};
+use crate::publication::Publication;
 
 fn no_file(name: &str) -> Failure {
     Failure::new(Errno::ENOENT, format!("there is no file {name:?}"))
@@ -25,6 +26,7 @@ fn of_model(model: &Model, name: &str) -> Outcome<String> {
     Ok(match name {
         "layout" => layout_text(job.layout().tensors()),
         "name" => job.model().to_owned(),
+        "epoch" => format!("{}\n", job.generation()),
         "version" => format!("{}\n", job.offered_version()),
         "header" => {
             let header = header::header_bytes(job.layout().tensors(), &Default::default());
@@ -33,11 +35,18 @@ fn of_model(model: &Model, name: &str) -> Outcome<String> {
         "control" => SETTINGS.iter().map(|(name, _)| format!("{name}\n")).collect(),
         "status.json" => status(model),
         "error" => String::new(),
+        name if name.starts_with("versions/") => meta(job, name).ok_or_else(|| no_file(name))?,
         name => {
             let setting = name.strip_prefix("control/").ok_or_else(|| no_file(name))?;
             format!("{}\n", job.controls().get(setting).ok_or_else(|| no_file(name))?)
         }
     })
+}
+
+/// `versions/<n>/meta.json` of a version that is here.
+fn meta(job: &Job, name: &str) -> Option<String> {
+    let version = Version(name.strip_prefix("versions/")?.strip_suffix("/meta.json")?.parse().ok()?);
+    job.get(version).map(|_| format!("{}\n", job.meta(version)))
 }
 
 fn of_learner(learner: &Learner, name: &str) -> Outcome<String> {
@@ -106,8 +115,9 @@ fn status(model: &Model) -> String {
 }
 
 /// Copies the text of a file of the model, and of a learner, as a mount has it: "layout", "version", "status.json",
-/// "control/learning_rate", "control" (the names of all settings, a line each), "name", "header" (safetensors' JSON); and
-/// of a learner also "status", "error" and "weight". The text has no zero at its end unless there is room for one.
+/// "control/learning_rate", "control" (the names of all settings, a line each), "name", "epoch" (the life of the model), "header" (safetensors'
+/// JSON),
+/// "versions/N/meta.json" of a version that is held; and of a learner also "status", "error" and "weight". The text has no zero at its end unless there is room for one.
 ///
 /// Returns the length of the text, of which as much was copied as `size` allows, or -ENOENT.
 ///
@@ -138,7 +148,8 @@ pub unsafe extern "C" fn modelio_get(
 }
 
 /// Writes the text of a file: "control/NAME" of a model sets a setting of the whole job, "weight" of a learner how much
-/// its contributions count from the next one on. When it has returned 0, the value holds.
+/// its contributions count from the next one on, "user.NAME" of a publication what is said of the version that it makes.
+/// When it has returned 0, the value holds.
 ///
 /// -ENOENT for another file, -EINVAL for a value that does not fit, -ETIMEDOUT if it is not known in time whether it was
 /// taken.
@@ -147,14 +158,19 @@ pub unsafe extern "C" fn modelio_get(
 /// `file` and `value` are strings.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn modelio_set(
-    model_or_learner: Handle,
+    model_learner_or_publication: Handle,
     file: *const c_char,
     value: *const c_char,
     timeout_ms: u32,
 ) -> c_int {
-    done(either::<Model, Learner>(model_or_learner, "model or learner").and_then(|of| {
-        // SAFETY: the caller's promises.
-        let (name, value) = unsafe { (string(file, "the file")?, string(value, "the value")?) };
+    // SAFETY: the caller's promises.
+    done(unsafe { string(file, "the file") }.and_then(|name| {
+        // SAFETY: as above.
+        let value = unsafe { string(value, "the value") }?;
+        if let Ok(publication) = get::<Publication>(model_learner_or_publication, "publication") {
+            return publication.describe(name, value);
+        }
+        let of = either::<Model, Learner>(model_learner_or_publication, "model, learner or publication")?;
         match of {
             Err(learner) if name == "weight" => {
                 let wrong = |error| Failure::invalid(format!("weight {value:?}: {error}"));

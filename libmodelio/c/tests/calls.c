@@ -220,6 +220,31 @@ static void a_queue_moves_files_and_contributions(const char *path)
 	assert(ended[0].result == -ENOTCONN);
 }
 
+static void a_publisher_says_something_of_its_version(void)
+{
+	modelio_handle publication, weights;
+	struct modelio_version_info info;
+	char name[64], text[64];
+
+	expect(modelio_set(model, "control/reducer", "assign", PATIENCE), 0, NULL);
+	expect(modelio_publish(model, &publication), 0, NULL);
+	expect(modelio_write(publication, (void *)ones, SIZE, 0, PATIENCE), 0, NULL);
+	expect(modelio_set(publication, "step", "7", PATIENCE), -EINVAL, "user.");
+	expect(modelio_set(publication, "user.gradfs.x", "7", PATIENCE), -EINVAL, "gradfs.x");
+	expect(modelio_set(publication, "user.step", "7", PATIENCE), 0, NULL);
+	expect(modelio_commit(publication, PATIENCE), 0, NULL);
+	expect(modelio_set(publication, "user.step", "8", PATIENCE), -EINVAL, "has ended");
+	expect(modelio_close(publication), 0, NULL);
+	expect(modelio_open_weights(model, PATIENCE, &weights), 0, NULL);
+	expect(modelio_weights(weights, &info), 0, NULL);
+	assert(*(const float *)info.data == 1 && info.epoch > 0);
+	snprintf(name, sizeof name, "versions/%llu/meta.json", (unsigned long long)info.version);
+	expect(modelio_get(model, name, text, sizeof text), 13, NULL);
+	assert(!strcmp(text, "{\"step\":\"7\"}\n"));
+	expect(modelio_close(weights), 0, NULL);
+	expect(modelio_get(model, "versions/999/meta.json", text, sizeof text), -ENOENT, NULL);
+}
+
 static void a_forked_child_is_refused(void)
 {
 	modelio_handle child_queue;
@@ -248,6 +273,7 @@ int main(int count, char **arguments)
 	a_contribution_counts_once();
 	threads_may_share_a_learner();
 	a_queue_moves_files_and_contributions(arguments[2]);
+	a_publisher_says_something_of_its_version();
 	a_forked_child_is_refused();
 	expect(modelio_close(queue), 0, NULL);
 	free(ones);

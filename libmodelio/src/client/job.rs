@@ -40,6 +40,7 @@ use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::members::LeaveReason;
+use crate::vocabulary::meta::Meta;
 use crate::vocabulary::reducer::{Content, Hyper, Reducer};
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{LearnerState, Message};
@@ -298,6 +299,11 @@ impl Job {
         let inner = self.shared.inner.lock();
         let shown = inner.versions.get(version)?;
         Some(VersionView { region: shown.buffer.clone(), published: shown.at })
+    }
+
+    /// What the publisher of a version in this process's memory has said of it. Nothing of one that is not there.
+    pub fn meta(&self, version: Version) -> Meta {
+        self.shared.inner.lock().versions.meta(version)
     }
 
     /// Reads `local.len()` bytes of the newest version at `offset` of the model.

@@ -472,6 +472,8 @@ impl Shared {
             Action::State => {
                 let (retain, max) = inner.bounds();
                 inner.versions.recycle(retain, max);
+                let (state, pulled) = (inner.core.state(), inner.core.pulling());
+                inner.versions.announced(state.version, &state.meta, pulled);
                 if let Some(local) = self.shards.local() {
                     local.shard.set_buffers(max);
                     after.gives_back = true;

@@ -172,7 +172,13 @@ fn commit(learner: LearnerId, step: u64, blocks: std::ops::Range<u32>, seconds: 
 
 /// New weights of all blocks.
 fn assign(token: u64, seconds: u64) -> Message {
-    Message::Assign { token, blocks: vec![0..4], timeout_ms: seconds as u32 * 1000, ahead: None }
+    Message::Assign {
+        token,
+        blocks: vec![0..4],
+        timeout_ms: seconds as u32 * 1000,
+        ahead: None,
+        meta: Default::default(),
+    }
 }
 
 #[test]
@@ -407,7 +413,17 @@ fn own_weights(blocks: std::ops::Range<u32>, can_show: bool, change: impl Fn(&mu
     if can_show {
         bench.core.can_show(5);
     }
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![blocks], timeout_ms: 1000, ahead: None }, 1);
+    bench.ask(
+        3,
+        Message::Assign {
+            token: 5,
+            blocks: vec![blocks],
+            timeout_ms: 1000,
+            ahead: None,
+            meta: Default::default(),
+        },
+        1,
+    );
     bench.granted(1, Granted::Weights(5));
     bench.changes(|state| {
         (state.version, state.over, state.own_weights) = (Version(1), PlanId(1), Some(5));

@@ -16,6 +16,7 @@ use crate::bytes::mmap::Mapping;
 use crate::bytes::region::{Region, RegionKey};
 use crate::bytes::surplus::Surplus;
 use crate::vocabulary::ids::Version;
+use crate::vocabulary::meta::Meta;
 
 /// A version that the client shows.
 #[derive(Clone)]
@@ -81,6 +82,8 @@ const KEEP_FOR: u32 = 2;
 pub(super) struct Versions {
     size: usize,
     shown: BTreeMap<Version, Shown>,
+    /// What publishers have said of versions that are shown or to come, where that is something.
+    metas: BTreeMap<Version, Meta>,
     free: Vec<Region>,
     surplus: Surplus,
     /// A buffer of which no page was touched, until another thread takes its pages.
@@ -104,6 +107,7 @@ impl Versions {
         Versions {
             size,
             shown: BTreeMap::new(),
+            metas: BTreeMap::new(),
             free: Vec::new(),
             surplus: Surplus::default(),
             untouched: None,
@@ -272,6 +276,19 @@ impl Versions {
     pub(super) fn take_from_names(&mut self, retain: usize) -> bool {
         let oldest = self.unpinned(retain).next().map(|(&version, _)| version);
         oldest.inspect(|&version| self.free(version)).is_some()
+    }
+
+    /// The publisher of the newest version that there is has said this of it. `pulled` is still to be shown.
+    pub(super) fn announced(&mut self, newest: Version, meta: &Meta, pulled: Option<Version>) {
+        self.metas.insert(newest, meta.clone());
+        let shown = &self.shown;
+        let is_kept = |version| version == newest || Some(version) == pulled || shown.contains_key(&version);
+        self.metas.retain(|version, meta| !meta.is_empty() && is_kept(*version));
+    }
+
+    /// What the publisher of a version that is shown has said of it.
+    pub(super) fn meta(&self, version: Version) -> Meta {
+        self.metas.get(&version).cloned().unwrap_or_default()
     }
 
     /// Makes the buffer that was pulled into `version`.

@@ -3,6 +3,7 @@
 //! Pure. The tensors may come in any order, and some may be missing. Elements become the model's where nothing is lost, or
 //! where the model itself rounds to its type.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use half::{bf16, f16};
@@ -100,6 +101,8 @@ pub struct NamedStream {
     at: u64,
     /// Where the file ends, once the header is known.
     end: Option<u64>,
+    /// The header's `__metadata__`, until it is taken.
+    metadata: Option<BTreeMap<String, String>>,
     /// The beginning of an element whose rest is to come.
     half: Vec<u8>,
     /// The elements that were converted last.
@@ -110,7 +113,15 @@ impl NamedStream {
     /// A file of which nothing was written.
     pub fn new(layout: Arc<ModelLayout>) -> NamedStream {
         let part = Part::Header(Vec::new());
-        NamedStream { layout, part, at: 0, end: None, half: Vec::new(), converted: Vec::new() }
+        NamedStream {
+            layout,
+            part,
+            at: 0,
+            end: None,
+            metadata: None,
+            half: Vec::new(),
+            converted: Vec::new(),
+        }
     }
 
     /// The most bytes that a file for this model may have.
@@ -140,7 +151,8 @@ impl NamedStream {
             let taken = take_header(header, &mut data, max_header(&self.layout))?;
             self.at += taken as u64;
             if let Some(json) = whole_header(header) {
-                let targets = targets(&self.layout, json)?;
+                let (targets, metadata) = targets(&self.layout, json)?;
+                self.metadata = Some(metadata);
                 self.end = Some(targets.first().map_or(self.at, |last| last.end));
                 self.part = Part::Data(targets);
             }
@@ -184,6 +196,11 @@ impl NamedStream {
             while targets.pop_if(|target| target.end == at).is_some() {}
         }
         Ok(())
+    }
+
+    /// The file's `__metadata__`, once after its header has come.
+    pub fn take_metadata(&mut self) -> Option<BTreeMap<String, String>> {
+        self.metadata.take()
     }
 
     /// Where the file ends, if its header has come.
@@ -251,8 +268,8 @@ fn whole_header(header: &[u8]) -> Option<&[u8]> {
     (json.len() as u64 == u64::from_le_bytes(*length)).then_some(json)
 }
 
-/// The places of the file's tensors in the model, the first one last.
-fn targets(layout: &ModelLayout, json: &[u8]) -> Result<Vec<Target>, NamedError> {
+/// The places of the file's tensors in the model, the first one last, and the file's metadata.
+fn targets(layout: &ModelLayout, json: &[u8]) -> Result<(Vec<Target>, BTreeMap<String, String>), NamedError> {
     let header = parse_header(json, None)?;
     let target = |tensor: super::safetensors::FileTensor| {
         let (name, found) = (tensor.name, tensor.dtype);
@@ -277,7 +294,8 @@ fn targets(layout: &ModelLayout, json: &[u8]) -> Result<Vec<Target>, NamedError>
     tensors.reverse();
     // Names and shapes of tensors without elements are checked, too.
     empty.into_iter().try_for_each(|tensor| target(tensor).map(drop))?;
-    tensors.into_iter().map(target).collect()
+    let targets: Result<Vec<_>, _> = tensors.into_iter().map(target).collect();
+    Ok((targets?, header.metadata))
 }
 
 /// How elements of one type become those of another. None if values would be lost that the model could not round itself:

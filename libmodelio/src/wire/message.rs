@@ -20,6 +20,7 @@ use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
 use crate::vocabulary::members::{Attached, LeaveReason};
+use crate::vocabulary::meta::Meta;
 use crate::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
@@ -191,6 +192,8 @@ pub enum Message {
         timeout_ms: u32,
         /// The provisional plan for which blocks of them were sent, which have not changed since.
         ahead: Option<PlanId>,
+        /// What their publisher says of them.
+        meta: Meta,
     },
     /// Nobody waits for them any more. Answered by `Done`.
     WithdrawAssign {
@@ -766,6 +769,8 @@ pub struct JobState {
     pub rate: Option<f32>,
     /// Replicas of the model begin anew with this version.
     pub replicas_since: Version,
+    /// What the publisher of the newest version has said of it.
+    pub meta: Meta,
 }
 
 /// One learner of a client.

@@ -16,6 +16,7 @@ use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
 use crate::vocabulary::members::{Attached, LeaveReason};
+use crate::vocabulary::meta::Meta;
 use crate::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorFactors, TensorSquares};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
@@ -262,6 +263,14 @@ fn factors() -> impl Strategy<Value = TensorFactors> {
     vec(proptest::option::of(any::<f64>()), 0..4).prop_map(TensorFactors::new)
 }
 
+fn meta() -> impl Strategy<Value = Meta> {
+    vec(("[a-z]{1,9}", "[a-zü ]{0,9}"), 0..3).prop_map(|texts| {
+        let mut meta = Meta::default();
+        meta.add(texts).unwrap();
+        meta
+    })
+}
+
 fn job_state() -> impl Strategy<Value = JobState> {
     (
         (id64(Version), id64(PlanId), any::<Option<u64>>()),
@@ -272,6 +281,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
         (norm(), any::<Option<u64>>(), id64(PlanId)),
         (any::<u32>(), proptest::option::of(0u64..1 << 60), proptest::option::of(0.0f32..9.0), id64(Version)),
+        meta(),
     )
         .prop_map(
             |(
@@ -283,6 +293,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 (late, late_more, away),
                 (norm, own_weights, made_by),
                 (newest_of, grace_window, rate, replicas_since),
+                meta,
             )| JobState {
                 sequence,
                 version,
@@ -304,6 +315,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 grace_window: grace_window.map(Duration::from_nanos),
                 rate,
                 replicas_since,
+                meta,
             },
         )
 }
@@ -487,12 +499,13 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(learners, attached)| Message::Touch { learners, attached })
             .boxed(),
         (text(), text()).prop_map(|(name, value)| Message::SetControl { name, value }).boxed(),
-        (any::<u64>(), block_ranges(), any::<u32>(), proptest::option::of(id64(PlanId)))
-            .prop_map(|(token, blocks, timeout_ms, ahead)| Message::Assign {
+        (any::<u64>(), block_ranges(), any::<u32>(), proptest::option::of(id64(PlanId)), meta())
+            .prop_map(|(token, blocks, timeout_ms, ahead, meta)| Message::Assign {
                 token,
                 blocks,
                 timeout_ms,
                 ahead,
+                meta,
             })
             .boxed(),
         any::<u64>().prop_map(|token| Message::WithdrawAssign { token }).boxed(),

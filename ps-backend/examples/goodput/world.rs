@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use fixedbitset::FixedBitSet;
-use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, Step};
 use ps_backend::core::{Action, Contribution, JobCore, Source, Ticket, Work};
@@ -293,12 +292,7 @@ impl World {
             contents: Default::default(),
             weight: Default::default(),
             base: None,
-            source: Source {
-                client: ClientId(0),
-                name: uid as u64,
-                weights: BlockRanges::new(),
-                ahead: None,
-            },
+            source: Source::of_contribution(ClientId(0), Step(uid as u64)),
             steady: true,
             lent: false,
         };

@@ -105,6 +105,7 @@ impl CoordinatorCore {
             grace_window: self.core.grace_window(),
             rate: self.core.rate(),
             replicas_since: self.core.replicas_since(),
+            meta: self.core.meta().clone(),
         }
     }
 

@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use libmodelio::vocabulary::ids::ClientId;
+use libmodelio::vocabulary::meta::Meta;
 
 use super::plans::Run;
 use super::{Action, CoordinatorCore};
@@ -30,7 +31,7 @@ impl CoordinatorCore {
             return;
         }
         let weights = std::iter::once(0..self.shape.blocks()).collect();
-        let buffer = Source { client, name: token, weights, ahead: None };
+        let buffer = Source { client, name: token, weights, ahead: None, meta: Meta::default() };
         self.begin(Arc::new(JobPlan::of_weights(buffer, Some(BTreeSet::new()))), now, actions);
     }
 

@@ -168,7 +168,7 @@ fn commit_message(learner: u32, step: u64, of: Parts, timeout_ms: u32, lent: boo
 }
 
 fn assign(token: u64, timeout_ms: u32) -> Message {
-    Message::Assign { token, blocks: vec![0..4], timeout_ms, ahead: None }
+    Message::Assign { token, blocks: vec![0..4], timeout_ms, ahead: None, meta: Default::default() }
 }
 
 /// The clients whose contributions a plan has.

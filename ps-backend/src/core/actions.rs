@@ -9,6 +9,7 @@ use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::groups::Contents;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::Weight;
@@ -34,6 +35,15 @@ pub struct Source {
     pub weights: BlockRanges,
     /// The provisional plan for which blocks of new weights were sent.
     pub ahead: Option<PlanId>,
+    /// What the publisher of new weights says of them.
+    pub meta: Meta,
+}
+
+impl Source {
+    /// What `client` holds of a learner's step.
+    pub fn of_contribution(client: ClientId, step: Step) -> Source {
+        Source { client, name: step.0, weights: BlockRanges::new(), ahead: None, meta: Meta::default() }
+    }
 }
 
 /// One learner's committed contribution.

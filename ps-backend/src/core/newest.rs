@@ -1,5 +1,6 @@
 //! What the newest version was made of.
 
+use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::norm::Norm;
 use serde::{Deserialize, Serialize};
 
@@ -13,17 +14,25 @@ pub(super) struct Newest {
     pub(super) norm: Option<Norm>,
     /// Its learning rate, if that was divided by the staleness of a contribution or could be.
     pub(super) rate: Option<f32>,
+    /// What its publisher has said of it.
+    pub(super) meta: Meta,
 }
 
 impl Newest {
     /// It was made of so many contributions.
     pub(super) fn reduced(&mut self, contributions: usize, norm: Option<Norm>, rate: Option<f32>) {
         let all_contributions = self.all_contributions + contributions as u64;
-        *self = Newest { all_contributions, contributions: contributions as u32, norm, rate };
+        *self = Newest {
+            all_contributions,
+            contributions: contributions as u32,
+            norm,
+            rate,
+            meta: Meta::default(),
+        };
     }
 
-    /// It has new weights.
-    pub(super) fn assigned(&mut self) {
-        *self = Newest { all_contributions: self.all_contributions, ..Newest::default() };
+    /// It has new weights, of which their publisher says this.
+    pub(super) fn assigned(&mut self, meta: Meta) {
+        *self = Newest { all_contributions: self.all_contributions, meta, ..Newest::default() };
     }
 }

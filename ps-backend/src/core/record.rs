@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 
 use libmodelio::vocabulary::groups::TensorReducers;
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
+use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
@@ -33,6 +34,9 @@ pub struct JobRecord {
     pub learners: Vec<LearnerRecord>,
     /// The highest incarnation of a name that is not listed.
     pub unlisted: Incarnation,
+    /// What the publisher of the version has said of it.
+    #[serde(default, skip_serializing_if = "Meta::is_empty")]
+    pub meta: Meta,
 }
 
 /// The facts about a name.
@@ -75,6 +79,7 @@ impl JobCore {
             contributions: self.newest.all_contributions,
             learners,
             unlisted: self.incarnations.forgotten(),
+            meta: self.newest.meta.clone(),
         }
     }
 
@@ -106,6 +111,7 @@ impl JobCore {
         self.version = record.version;
         self.recipe.restore(record.reducers, record.optimizer, record.steps);
         self.newest.all_contributions = record.contributions;
+        self.newest.meta = record.meta;
         let names = record.learners.into_iter().map(|learner| (learner.name, learner.incarnation)).collect();
         self.incarnations.restore(names, record.unlisted);
         Ok(())

@@ -57,7 +57,8 @@ impl JobCore {
                 self.end_step(now, actions);
             }
             _ => {
-                self.newest.assigned();
+                let meta = plan.weights.as_ref().map(|weights| weights.meta.clone());
+                self.newest.assigned(meta.unwrap_or_default());
                 self.measured.forget_norms();
                 // The step goes on: a learner that came in the middle of it still waits for the next one.
                 let version = self.version;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::members::Attached;
+use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::phase::JobPhase;
@@ -66,6 +67,11 @@ impl JobCore {
     /// The number of contributions that the newest version has added. 0 if new weights were published.
     pub fn newest_of(&self) -> u32 {
         self.newest.contributions
+    }
+
+    /// What the publisher of the newest version has said of it.
+    pub fn meta(&self) -> &Meta {
+        &self.newest.meta
     }
 
     /// The number of learners whose contribution to the coming version is in.

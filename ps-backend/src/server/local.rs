@@ -11,7 +11,7 @@ use libmodelio::client::{ClientError, Job};
 use libmodelio::transport::local::{HeldVersion, Mailbox, Pushed, Shard, ShardMemory, SharedBlock};
 use libmodelio::vocabulary::block_map::{BlockMap, MapError};
 use libmodelio::vocabulary::controls::Controls;
-use libmodelio::vocabulary::ids::{Generation, LearnerId, ShardId, Version};
+use libmodelio::vocabulary::ids::{LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{JobState, ModelRecord, RecordError, Refusal};
@@ -19,6 +19,7 @@ use libmodelio::wire::{JobState, ModelRecord, RecordError, Refusal};
 use super::coordinator::{Begins, Coordinator};
 use super::partition::{MakeError, Partition};
 use crate::core::JobRecord;
+use crate::create::new_generation;
 use crate::partition::executor::Executor;
 use crate::partition::store::PartitionError;
 use crate::snapshot::{self, Copied, Load, SnapshotError, Source};
@@ -48,6 +49,9 @@ pub enum LocalError {
     /// It has no client.
     #[error(transparent)]
     Client(#[from] ClientError),
+    /// It has no number for its life.
+    #[error("no random number for the model: {0}")]
+    Random(#[from] getrandom::Error),
     /// It cannot go on from a snapshot.
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
@@ -107,7 +111,7 @@ pub fn start_from(
     const SHARD: ShardId = ShardId(0);
     let map = BlockMap::striped(layout.blocks(), &[SHARD])?;
     let controls = controls.clone();
-    let record = ModelRecord::new(name, Generation(1), layout, BTreeMap::new(), &map, SHARD, controls)?;
+    let record = ModelRecord::new(name, new_generation()?, layout, BTreeMap::new(), &map, SHARD, controls)?;
     let partition = Partition::of_process(&record, layout, executor, copies)?;
     let job = match beginning {
         Beginning::Weights(load) => {

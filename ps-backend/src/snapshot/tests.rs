@@ -8,6 +8,7 @@ use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::dtype::DType;
 use libmodelio::vocabulary::groups::{Groups, Overrides, TensorReducers};
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
+use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use tempfile::TempDir;
 
@@ -41,6 +42,7 @@ fn head(optimizer: Reducer, stepped: u64) -> Head {
         contributions: 18,
         learners: vec![learner("a", Some(Step(9))), learner("b", None)],
         unlisted: Incarnation(4),
+        meta: Meta::try_from(BTreeMap::from([("step".into(), "9".into())])).unwrap(),
     };
     let controls =
         Controls::default().with_all([("reducer", optimizer.name()), ("learning_rate", "0.1")]).unwrap();

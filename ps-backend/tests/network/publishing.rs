@@ -7,6 +7,7 @@ use libmodelio::client::Job;
 use libmodelio::publisher::Publisher;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::ahead::{BYTES, commit, contributor, wait_for_pushed, ways, write};
@@ -22,7 +23,7 @@ fn store(publisher: &Publisher, value: f32, part: std::ops::Range<u64>) {
 
 fn publish(publisher: Publisher) -> Receiver<Result<(), ShardError>> {
     let (sender, receiver) = channel();
-    publisher.commit(LONG, move |result| drop(sender.send(result)));
+    publisher.commit(Meta::default(), LONG, move |result| drop(sender.send(result)));
     receiver
 }
 

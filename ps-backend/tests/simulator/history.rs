@@ -6,6 +6,7 @@ use std::ops::Add;
 use libmodelio::vocabulary::controls::{Consistency, NonFinite};
 use libmodelio::vocabulary::groups::{GroupId, Groups, TensorReducers};
 use libmodelio::vocabulary::ids::{ClientId, Incarnation, LearnerId, PlanId, Step, Version};
+use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::norm::{Norm, TensorFactors, TensorNorms};
 use libmodelio::vocabulary::reducer::{self, Reducer};
 use libmodelio::wire::{Granted, Work};
@@ -17,6 +18,11 @@ use crate::state::{Block, Step as OptimizerStep, mix, squares};
 
 /// One contribution, or one write of weights.
 pub type Uid = u32;
+
+/// What the publisher of new weights says of them.
+pub fn meta_of(uid: Uid) -> Meta {
+    Meta::try_from(BTreeMap::from([("uid".to_owned(), uid.to_string())])).expect("it is short")
+}
 
 /// The value of reads from memory that its owner has taken back.
 pub const GARBAGE: Uid = 0;
@@ -163,6 +169,8 @@ pub struct History {
     own: Vec<(ClientId, Version, Content)>,
     /// The newest version that the coordinator has announced.
     announced: Version,
+    /// What it has said of versions that are announced and not made yet.
+    metas: BTreeMap<Version, Meta>,
     /// Blocks of announced versions that clients have shown before all partitions had the version.
     shown_ahead: Vec<(ClientId, Version, usize, Content)>,
     /// Contributions that learners have found in such versions.
@@ -205,6 +213,7 @@ impl History {
             shown: BTreeMap::new(),
             own: Vec::new(),
             announced: Version(0),
+            metas: BTreeMap::new(),
             shown_ahead: Vec::new(),
             held_ahead: Vec::new(),
         }
@@ -465,8 +474,9 @@ impl History {
     }
 
     /// The coordinator announces a version: it counts, whatever the partitions know of that.
-    pub fn announced(&mut self, version: Version) {
+    pub fn announced(&mut self, version: Version, meta: Meta) {
         self.announced = self.announced.max(version);
+        self.metas.insert(version, meta);
     }
 
     /// All partitions have a version that clients may have shown before.
@@ -497,9 +507,15 @@ impl History {
                 .collect()
         };
         let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
+        let meta =
+            self.metas.remove(&version).expect("a version is announced before shards know that it counts");
         match &planned.work {
-            Work::Assign { .. } => self.check_assigned(version, &before, &after),
+            Work::Assign { token } => {
+                assert_eq!(meta, meta_of(*token as Uid), "the metadata of version {version}");
+                self.check_assigned(version, &before, &after);
+            }
             Work::Reduce { step, groups, factors, .. } => {
+                assert!(meta.is_empty(), "nobody has published version {version}, which has {meta}");
                 self.check_factors((step, groups), factors, &after);
                 self.check_reduced(version, plan, &planned, &before, &after);
             }

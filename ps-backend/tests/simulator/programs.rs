@@ -10,7 +10,7 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Message, Refusal};
 
 use crate::client::{Client, ClientEvent, Payload};
-use crate::history::Uid;
+use crate::history::{Uid, meta_of};
 use crate::settings::tensors_of;
 use crate::world::{Event, Node, Now, World};
 
@@ -551,6 +551,7 @@ impl World {
             blocks,
             timeout_ms,
             ahead,
+            meta: meta_of(uid),
         });
     }
 

@@ -603,7 +603,8 @@ impl World {
             coordinator::Action::Published(version) => {
                 self.trace(|| format!("version {version} is published"));
                 let (plan, _) = self.coordinator.running().expect("the shards have to hear of it");
-                self.history.announced(version);
+                let meta = self.coordinator.state(ClientId(0), self.now).meta;
+                self.history.announced(version, meta);
                 self.history.decided(version, plan, &self.members());
             }
         }

@@ -17,6 +17,7 @@ use crate::client::payloads::NewWeights;
 use crate::client::shared::Shared;
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::ids::{BlockId, Version};
+use crate::vocabulary::meta::Meta;
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{MAX_SMALL_MODEL, Message, Refusal};
 
@@ -85,14 +86,16 @@ impl Job {
     /// value. A buffer is assigned once, whatever the outcome. `done` is called when this client shows the version,
     /// so the writer can read it.
     pub fn assign(&self, buffer: Region, written: &[Range<u64>], timeout: Duration, done: Done<()>) {
-        self.publish(buffer, written, false, timeout, done);
+        self.publish(buffer, written, Meta::default(), false, timeout, done);
     }
 
-    /// Like [`Self::assign`]. `checked` buffers were searched for NaN and Inf, and hold none.
+    /// Like [`Self::assign`], with what their publisher says of them. `checked` buffers were searched for NaN and Inf, and
+    /// hold none.
     pub(crate) fn publish(
         &self,
         buffer: Region,
         written: &[Range<u64>],
+        meta: Meta,
         checked: bool,
         timeout: Duration,
         done: Done<()>,
@@ -126,7 +129,7 @@ impl Job {
                 return done(Err(error));
             }
             let weights = NewWeights { buffer, checked, can_show: true };
-            assign(&shared, weights, &blocks, deadline, done);
+            assign(&shared, weights, &blocks, meta, deadline, done);
         };
         self.shared.await_newest(timeout, Box::new(newest_is_here));
     }
@@ -141,7 +144,7 @@ impl Job {
         // A request that timed out may have been taken, and its blocks are those of its own region.
         let buffer = self.named_anew(Arc::clone(memory.memory()));
         let weights = NewWeights { buffer, checked: false, can_show: false };
-        assign(&self.shared, weights, blocks, Instant::now() + timeout, done);
+        assign(&self.shared, weights, blocks, Meta::default(), Instant::now() + timeout, done);
     }
 
     /// These blocks of new weights in `buffer` are whole. They may be sent before they are published.
@@ -185,7 +188,14 @@ impl Job {
 
 /// Publishes whole blocks of `weights` as the next version. A request that timed out may have been taken: its
 /// payload stays here while a plan sends it. `done` is called when this client shows the version.
-fn assign(shared: &Shared, weights: NewWeights, blocks: &FixedBitSet, deadline: Instant, done: Done<()>) {
+fn assign(
+    shared: &Shared,
+    weights: NewWeights,
+    blocks: &FixedBitSet,
+    meta: Meta,
+    deadline: Instant,
+    done: Done<()>,
+) {
     let Ok(blocks) = block_ranges::from_bits(blocks) else {
         return done(Err(ShardError::NotAllowed("the new weights are too scattered".into())));
     };
@@ -210,7 +220,7 @@ fn assign(shared: &Shared, weights: NewWeights, blocks: &FixedBitSet, deadline: 
             }
         }
     };
-    let message = Message::Assign { token, blocks, timeout_ms, ahead: None };
+    let message = Message::Assign { token, blocks, timeout_ms, ahead: None, meta };
     shared.request(message, left(), Box::new(answered), |inner| {
         let can_show = weights.can_show;
         inner.payloads.weights.insert(token, weights);

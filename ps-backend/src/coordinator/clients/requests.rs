@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 
 use libmodelio::vocabulary::block_ranges;
-use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::vocabulary::shard_error::ShardError;
@@ -304,7 +303,7 @@ impl CoordinatorCore {
                     return Err(ShardError::OutOfRange.into());
                 }
                 let ticket = self.ticket(id, asked);
-                let source = Source { client: id, name: step.0, weights: BlockRanges::new(), ahead: None };
+                let source = Source::of_contribution(id, step);
                 let steady = self.local_shard.is_there() && !lent;
                 let contribution = Contribution {
                     learner,
@@ -326,12 +325,12 @@ impl CoordinatorCore {
                 self.core.commit(ticket, step, contribution, deadline, now, &mut wanted);
                 None
             }
-            Message::Assign { token, blocks, timeout_ms, ahead } => {
+            Message::Assign { token, blocks, timeout_ms, ahead, meta } => {
                 self.shape.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 self.open_next.take_if(|open| *open == (id, token));
                 self.core.may_assign()?;
                 let ticket = self.ticket(id, asked);
-                let source = Source { client: id, name: token, weights: blocks, ahead };
+                let source = Source { client: id, name: token, weights: blocks, ahead, meta };
                 self.core.assign(ticket, source, deadline(timeout_ms), now, &mut wanted);
                 None
             }

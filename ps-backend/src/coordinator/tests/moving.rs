@@ -259,7 +259,17 @@ fn full() -> Vec<u8> {
     let mut bench = Bench::new();
     let mut requests = [2, 1];
     run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0), (0, 0), (3, 0), (0, 1), (7, 0), (4, 1)]);
-    bench.client(B, 100, Message::Assign { token: 7, blocks: vec![0..2], timeout_ms: 10_000, ahead: None });
+    bench.client(
+        B,
+        100,
+        Message::Assign {
+            token: 7,
+            blocks: vec![0..2],
+            timeout_ms: 10_000,
+            ahead: None,
+            meta: Default::default(),
+        },
+    );
     bench.hold();
     for _ in 0..4 {
         run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0)]);

@@ -27,7 +27,7 @@ fn writing() -> (Bench, Plan) {
 }
 
 fn assign(token: u64, ahead: Option<PlanId>) -> Message {
-    Message::Assign { token, blocks: vec![0..3], timeout_ms: 10_000, ahead }
+    Message::Assign { token, blocks: vec![0..3], timeout_ms: 10_000, ahead, meta: Default::default() }
 }
 
 impl Bench {
@@ -171,7 +171,13 @@ fn a_bad_or_lost_block_of_open_weights_drops_their_plan_and_nothing_else() {
 fn a_request_that_leaves_out_blocks_which_were_sent_stops_nobody() {
     let (mut bench, open) = writing();
     let plan = open.plan;
-    let fewer = Message::Assign { token: TOKEN, blocks: vec![0..1], timeout_ms: 10_000, ahead: Some(plan) };
+    let fewer = Message::Assign {
+        token: TOKEN,
+        blocks: vec![0..1],
+        timeout_ms: 10_000,
+        ahead: Some(plan),
+        meta: Default::default(),
+    };
     bench.client(A, 3, fewer);
     assert_eq!(bench.started().plan, plan);
     // The shard has blocks that the sealed plan does not name.

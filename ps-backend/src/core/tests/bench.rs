@@ -10,7 +10,6 @@ use std::ops::Add;
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::groups::{AveragedMark, Contents, GroupId};
 use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
@@ -38,7 +37,7 @@ pub(super) type Uid = u32;
 
 /// The payload of a contribution, or new weights, of this number.
 pub(super) fn payload(uid: Uid) -> Source {
-    Source { client: ClientId(0), name: uid.into(), weights: BlockRanges::new(), ahead: None }
+    Source::of_contribution(ClientId(0), Step(uid.into()))
 }
 
 /// The number of a contribution's payload.
