@@ -5,11 +5,13 @@ Skipped with the reason where such machines cannot be had.
 """
 
 import random
+import shutil
 
 import numpy as np
 import pytest
 from conftest import REPOSITORY, gradfs_binary
 from rdmavm import few, lasts, vm  # noqa: F401
+from test_c_library import SOURCES, compiled, library  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
 
@@ -76,6 +78,30 @@ def test_ext4_lives_on_a_disk_by_the_kernels_client(vm, tmp_path):  # noqa: F811
     )
     assert done.code == 0, done
     assert done.out.count(": OK\n") == 2, done
+
+
+@few
+@lasts(seconds=20)
+def test_a_queue_of_the_library_moves_a_device_of_the_kernel(vm, compiled, library, tmp_path):  # noqa: F811
+    """What it has written and synced is a version, and it reads the device back in many pieces at once."""
+    compiled(SOURCES / "tests/device.c", "-std=gnu11")
+    shutil.copy(library / "lib/libmodelio.so.0", tmp_path)
+    done = vm.run(
+        begin()
+        + """
+        up grad --size 8MiB --dtype u8 --reducer assign --nbd $PWD/socket
+        attach -unix $PWD/socket || exit 3
+        for value in 7 9; do
+            LD_LIBRARY_PATH=/share /share/device /dev/nbd0 $value || exit 4
+            [ "$(od -An -v -tu1 -w1 grad/model/weights | sort -u | tr -d ' ')" = $value ] || exit 5
+        done
+        detach && [ $(cat grad/model/version) = 2 ] && down || exit 6
+        """,
+        provider="none",
+        share=tmp_path,
+    )
+    assert done.code == 0, done
+    assert done.out.count("8388608 bytes, 128 pieces\n") == 2, done
 
 
 @few

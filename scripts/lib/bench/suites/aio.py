@@ -84,16 +84,19 @@ def python(bench, binary, program, prefix, size, count):
         own = ROOT / ".venv" / "bin" / "python"
         interpreter = own if own.is_file() else sys.executable
         found = {}
+        commands = [
+            ("c", [program, url]),
+            ("python", [interpreter, ROOT / "scripts/lib/bench/parts/aio_push.py", url]),
+        ]
         for turn in range(count + 1):
             # Only one of them is a learner at a time: the other would be waited for.
-            for name, command in (
-                ("c", [program, url]),
-                ("python", [interpreter, ROOT / "scripts/lib/bench/parts/aio_push.py", url]),
-            ):
+            commands.reverse()
+            for name, command in commands:
                 with ExitStack() as inner:
                     peer = Lines(inner, command, env)
-                    for step in range(5):
-                        for what in ("push", "pull"):
+                    # One after the other: what a copy leaves in the caches is written back in the time of the next act.
+                    for what in ("push", "pull"):
+                        for step in range(6):
                             seconds = peer.ask(what)
                             # The first of each takes its memory.
                             if turn and step > 1:
@@ -151,7 +154,7 @@ def run(bench):
     )  # fmt: skip
     rows = files(bench, binary, program, size, count)
     say("push and pull without a mount")
-    pairs = python(bench, binary, program, prefix, 256 * MIB, 1 if bench.quick else 3)
+    pairs = python(bench, binary, program, prefix, 256 * MIB, 8 if bench.quick else 24)
     say("random reads of 4 KiB")
     seconds = memory(bench, binary, 256 * MIB, count)
     found = [worst(f"aio_{what}_vs_fio", rows[what], 0.95) for what in rows]
