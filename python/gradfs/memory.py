@@ -1,19 +1,16 @@
-"""The memory of one version, lent by the mount: a descriptor with no file system in the way."""
+"""The memory of one version: a descriptor with no file system in the way."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
-import socket
-import sys
 import weakref
 from typing import final
 
-from .errors import Closed, GradfsError, Timeout, explained, named
+from .errors import Closed, explained
+from .places import Place
 
-# The mount answers at once, unless it is stopped.
-_PATIENCE = 30.0
 _lent: weakref.WeakSet[Memory] = weakref.WeakSet()
 
 
@@ -21,19 +18,20 @@ _lent: weakref.WeakSet[Memory] = weakref.WeakSet()
 class Memory:
     """The memory of a version, which stays unchanged until `close()` and counts as an open file until then.
 
-    `close()` gives the memory back, and the mount uses it again. It does not where somebody may still read it: a view
+    `close()` gives the memory back, and it is used again. It does not where somebody may still read it: a view
     is in use, or Python has forked the process meanwhile. Mappings and duplicates that the program has made of `fileno()`
     must be gone before. Whoever passes the descriptor on calls `detach()` first. Memory that was not given back is never
     used again, so it stays unchanged for whoever has it.
     """
 
-    def __init__(self, model: str, version: int | None = None) -> None:
+    def __init__(self, place: Place, model: str, version: int | None = None) -> None:
         self._pid, self._is_shared, self._is_closed = os.getpid(), False, False
         _lent.add(self)
         with explained("memfd", model, words=False):
-            self._mount, answer, self._file = _borrow(model, "newest" if version is None else int(version))
+            self._loan = place.lend(model, version)
+            self._file = self._loan.file
             self._end = weakref.finalize(self, os.close, self._file)
-            self.version, self.epoch, self.size = map(int, answer.split())
+            self.version, self.epoch, self.size = self._loan.version, self._loan.epoch, self._loan.size
             """The version's number, the life of the model's name, and the bytes of the model."""
             self._mapping = mmap.mmap(self._file, self.size, prot=mmap.PROT_READ)
 
@@ -64,9 +62,7 @@ class Memory:
             self._mapping.close()
         self._end()
         # A fork that comes after this gets nothing of it.
-        with contextlib.suppress(OSError), self._mount:
-            if self._mapping.closed and not self._is_shared and os.getpid() == self._pid:
-                self._mount.send(b"done")
+        self._loan.end(self._mapping.closed and not self._is_shared and os.getpid() == self._pid)
 
     def _check(self) -> None:
         if self._is_closed:
@@ -77,27 +73,6 @@ class Memory:
 
     def __exit__(self, *reason: object) -> None:
         self.close()
-
-
-def _borrow(model: str, version: int | str) -> tuple[socket.socket, str, int]:
-    at, key = os.getxattr(os.path.join(model, "weights"), "user.gradfs.memory").decode().split()
-    mount = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        mount.settimeout(_PATIENCE)
-        mount.connect(f"\0{at}")
-        mount.send(f"{key} {version}".encode())
-        answer, control, *_ = mount.recvmsg(4096, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
-        if not control:
-            _, number, words = (answer or b"error: 5 the mount has hung up").decode().strip().split(" ", 2)
-            raise named(f"memfd: {words}", int(number))
-        return mount, answer.decode(), int.from_bytes(control[0][2][:4], sys.byteorder)
-    except BaseException as error:
-        mount.close()
-        if isinstance(error, ConnectionRefusedError):
-            raise GradfsError("memfd: the mount is in another network namespace, or has ended", error.errno) from error
-        if isinstance(error, socket.timeout):  # Python 3.9 has no other name for it.
-            raise Timeout(f"memfd: no answer of the mount within {_PATIENCE} s") from error
-        raise
 
 
 def _forks() -> None:

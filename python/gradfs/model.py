@@ -113,13 +113,11 @@ class Model(Contributor):
     def memfd(self, version: int | None = None) -> Memory:
         """Borrows the memory of a version that is here, or of the newest: a descriptor that no daemon stands behind.
 
-        It waits for no step. `with model.memfd() as memory:` gives it back. Raises GradfsError with ENOENT if the
+        Without a mount it is always the newest. It waits for no step. `with model.memfd() as memory:` gives it back. Raises GradfsError with ENOENT if the
         version is gone, and with ENOMEM if programs hold as many versions as they may.
         """
         self._check()
-        if not isinstance(self._place, Files):
-            raise Refused("memfd: only a mount lends memory; without one, pull() copies nothing")
-        return Memory(self._model, version)
+        return Memory(self._place, self._model, version)
 
     def join(self, name: str | None = None) -> Learner:
         """Joins the job as a learner, of a free name if none is given.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import NotMounted, Worded
-from .places import COUNTS, Sink, mapped
+from .places import COUNTS, Loan, Sink, mapped
 
 _LIBRARY = "libmodelio.so.0"
 # Seconds that a call waits in C before signals are looked at.
@@ -202,6 +202,31 @@ def _forks() -> None:
 os.register_at_fork(before=_forks, after_in_child=_mappings.clear)
 
 
+class _Loan:
+    """The memory of a version in this process."""
+
+    def __init__(self, weights: int) -> None:
+        self._weights = weights
+        info = _Version()
+        _call("weights", weights, ctypes.byref(info))
+        self.version, self.epoch, self.size = info.version, info.epoch, info.size
+        self.file = _call("memfd", weights, 0)
+        # Nobody has given it back.
+        self._end = weakref.finalize(self, _keep_unused, weights, os.getpid())
+
+    def end(self, gives_back: bool) -> None:
+        if gives_back and self._end.detach():
+            _call("close", self._weights)
+        self._end()
+
+
+def _keep_unused(weights: int, pid: int) -> None:
+    """Somebody may read these weights for as long as they want to."""
+    if os.getpid() == pid:
+        os.close(_call("memfd", weights, 1))
+        _call("close", weights)
+
+
 class Network:
     """A connection to a model. Its learners are this process's own."""
 
@@ -272,6 +297,19 @@ class Network:
             _call("close", opened)
             raise
         return version.version, memoryview(memory)
+
+    def lend(self, model: str, version: int | None) -> Loan:
+        weights = _opened("open_weights", self._model, int(_PROMPT * 1000))
+        try:
+            loan = _Loan(weights)
+        except BaseException:
+            _call("close", weights)
+            raise
+        if version is not None and version != loan.version:
+            os.close(loan.file)
+            loan.end(True)
+            raise Worded(errno.ENOENT, f"version {version} is not here: without a mount it is always the newest")
+        return loan
 
     def sink(self, path: str) -> Sink:
         handle, name = self._of(path)

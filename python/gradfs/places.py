@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
+from .lending import MountLoan
+
 # Seconds that one call of poll waits. It could take 24 days.
 _LONGEST_POLL = 3600.0
 # What an error says if a contribution that was to be taken back counts.
@@ -36,6 +38,18 @@ class Sink(Protocol):
         """Gives it up."""
 
 
+class Loan(Protocol):
+    """The memory of a version, until it is given back. Who lets go of it without that may still read it."""
+
+    file: int
+    version: int
+    epoch: int
+    size: int
+
+    def end(self, gives_back: bool) -> None:
+        """Ends it. Memory that is not given back is never used again."""
+
+
 class Place(Protocol):
     """A model's place. Paths begin with that of the model. Errors are `OSError`."""
 
@@ -59,6 +73,9 @@ class Place(Protocol):
 
         Who only `copies` them lets go of them soon, and changes nothing.
         """
+
+    def lend(self, model: str, version: int | None) -> Loan:
+        """Borrows the memory of a version, or of the newest. The descriptor is the caller's."""
 
     def sink(self, path: str) -> Sink:
         """Begins to write `gradients` or `publish`."""
@@ -152,6 +169,9 @@ class Files:
             return int(os.getxattr(file, "user.gradfs.version")), memoryview(mapped(file, size, mmap.mmap))
         finally:
             os.close(file)
+
+    def lend(self, model: str, version: int | None) -> Loan:
+        return MountLoan(model, version)
 
     def sink(self, path: str) -> Sink:
         return _File(path)

@@ -32,7 +32,7 @@ def binary():
     return found
 
 
-IN_BOTH = {f"test_files_{name}" for name in ("control", "follow", "learners", "pull", "push")}
+IN_BOTH = {f"test_files_{name}" for name in ("control", "follow", "learners", "memory", "pull", "push")}
 
 
 def pytest_generate_tests(metafunc):

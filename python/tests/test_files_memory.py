@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import threading
+import warnings
 
 import numpy
 import pytest
@@ -68,16 +69,18 @@ def test_memfd_lends_the_memory_of_a_version(model):
 
 
 def test_memory_that_is_closed_is_used_again(model):
+    steps(model, 2)
     with model.memfd() as memory:
         number = inode(memory)
         memory.view().release()
-        steps(model, 2)
     assert is_used_again(model, number)
 
 
 @pytest.mark.parametrize("how", ["a view", "detach", "a fork", "nobody closes it"])
 def test_memory_that_somebody_may_read_is_never_used_again(model, how):
-    memory = model.memfd()
+    # As above, so that it would be used again if it were given back.
+    steps(model, 2)
+    memory, weights = model.memfd(), W - 2
     number, view = inode(memory), None
     if how == "a view":
         view = memory.view()
@@ -90,25 +93,27 @@ def test_memory_that_somebody_may_read_is_never_used_again(model, how):
         if child == 0:
             os.close(there)
             os.read(here, 1)
-            os._exit(0 if (values(memory) == W).all() else 1)
+            os._exit(0 if (values(memory) == weights).all() else 1)
         memory.close()
     else:
         file = os.dup(memory.fileno())
-        with pytest.warns(ResourceWarning):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
             del memory
             gc.collect()
     assert not is_used_again(model, number)
     if how == "a view":
-        assert view.tobytes() == W.tobytes()
+        assert view.tobytes() == weights.tobytes()
     elif how == "a fork":
         os.close(there)
         assert os.waitpid(child, 0)[1] == 0
         os.close(here)
     else:
-        assert os.pread(file, W.nbytes, 0) == W.tobytes()
+        assert os.pread(file, W.nbytes, 0) == weights.tobytes()
         os.close(file)
 
 
+@pytest.mark.mounted
 def test_a_forked_child_gives_nothing_back(model):
     memory = model.memfd()
     child = os.fork()
@@ -137,23 +142,23 @@ def test_memory_that_is_lent_counts_as_open_and_refusals_have_words(model):
         with pytest.raises(gradfs.GradfsError, match=f"memfd: version {version} is not here") as refused:
             until(lambda: model.memfd(version).close())
         assert refused.value.errno == errno.ENOENT
-    with pytest.raises(gradfs.Refused, match="expected KEY newest"):
-        model.memfd(-1)
     with pytest.raises(TypeError, match="cannot pickle"), model.memfd() as memory:
         pickle.dumps(memory)
 
 
+@pytest.mark.mounted
 def test_memfd_of_a_mount_in_another_network_namespace_says_so(model, monkeypatch):
     monkeypatch.setattr(os, "getxattr", lambda *_: b"gradfs-memory-elsewhere 0")
     with pytest.raises(gradfs.GradfsError, match="network namespace"):
         model.memfd()
 
 
+@pytest.mark.mounted
 def test_memfd_of_a_mount_that_does_not_answer_is_a_timeout(model, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mount:
         mount.bind("\0gradfs-test-silent-" + str(os.getpid()))
         mount.listen()
-        monkeypatch.setattr("gradfs.memory._PATIENCE", 0.1)
+        monkeypatch.setattr("gradfs.lending._PATIENCE", 0.1)
         monkeypatch.setattr(os, "getxattr", lambda *_: mount.getsockname()[1:] + b" 0")
         with pytest.raises(gradfs.Timeout, match="within 0.1 s"):
             model.memfd()

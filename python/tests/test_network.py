@@ -35,8 +35,6 @@ def test_a_url_that_leads_nowhere_is_an_error_with_words(url):
     ):
         with pytest.raises(kind, match=words):
             gradfs.open(wrong)
-    with pytest.raises(gradfs.Refused, match="only a mount lends memory"):
-        gradfs.open(url).memfd()
 
 
 def test_without_the_library_the_error_says_how_to_build_it(program, url):

@@ -109,6 +109,7 @@ fn status(model: &Model) -> String {
         "contributions_of_newest_version": status.newest_of,
         "learning_rate": controls.learning_rate_after(status.version),
         "versions_in_memory": status.versions,
+        "version_buffers": {"existing": status.buffers.0, "free": status.buffers.1, "no_memory": job.shortage()},
         "control": settings.collect::<serde_json::Map<_, _>>(),
     })
     .to_string()
