@@ -229,13 +229,17 @@ def test_follow_tells_a_server_of_each_new_version(model, follow, server):
     to = server()
     follow(model.model, "--post", to.url)
     for count in (1, 2):
-        publish(model)
+        fd = os.open(model.model / "publish", os.O_WRONLY)
+        os.write(fd, filled(model, count).tobytes())
+        os.setxattr(fd, "user.step", str(count).encode())
+        os.close(fd)
         eventually(lambda: len(to.got) == count)
     for version, (path, kind, body, value) in enumerate(to.got, 1):
         assert (path, kind, value) == ("/reload", "application/json", version)
         held = body.pop("held")
         assert re.fullmatch(r"/proc/\d+/fd/\d+", held)
-        assert body == {"model": str(model.model), "version": version, "path": f"{model.model}/versions/{version}"}
+        path, says = f"{model.model}/versions/{version}", {"step": str(version)}
+        assert body == {"model": str(model.model), "version": version, "path": path, "meta": says}
 
 
 def test_follow_says_why_a_server_has_refused(model, follow, server):

@@ -5,8 +5,8 @@
 //! hangs does not keep them.
 
 pub mod args;
-mod deed;
 mod held;
+mod hook;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 
 use self::args::FollowArgs;
-use self::deed::{Child, Deed};
 use self::held::{Held, Model};
+use self::hook::{Child, Hook};
 use crate::error::{self, Error};
 use crate::signals::{self, Stop};
 use crate::sys;
@@ -34,7 +34,7 @@ pub fn run(args: &FollowArgs) -> Result<ExitCode, Error> {
     let child = Arc::new(Child::default());
     end_by_signals(&child)?;
     let model = Model::find(&args.path)?;
-    let deed = Deed::of(args, child)?;
+    let hook = Hook::of(args, child)?;
     let mut seen = args.from;
     if seen.is_none() && !args.now {
         seen = Some(model.version().map_err(|error| model.gone(error))?);
@@ -42,7 +42,7 @@ pub fn run(args: &FollowArgs) -> Result<ExitCode, Error> {
     loop {
         let held = model.newer_than(seen).map_err(|error| model.gone(error))?;
         seen = Some(held.version);
-        done(&deed, &held, args.retries)?;
+        done(&hook, &held, args.retries)?;
         if args.once {
             return Ok(ExitCode::SUCCESS);
         }
@@ -50,9 +50,9 @@ pub fn run(args: &FollowArgs) -> Result<ExitCode, Error> {
 }
 
 /// Does what is to be done for a version, again if it fails.
-fn done(deed: &Deed, held: &Held, retries: u32) -> Result<(), Error> {
+fn done(hook: &Hook, held: &Held, retries: u32) -> Result<(), Error> {
     let (mut pause, mut retry) = (RETRY_PAUSE, 0);
-    while let Err(failure) = deed.of_version(held) {
+    while let Err(failure) = hook.of_version(held) {
         let failure = failure.of(&format!("version {} of {}", held.version, held.model.display()));
         if retry == retries {
             return Err(failure);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import errno
+import math
 import mmap
 import os
 import threading
@@ -258,20 +259,17 @@ class Network:
         version = ctypes.c_uint64()
         if newer_than is None:
             newer_than = int(self.read(f"{model}/version"))
-        end = None if timeout is None else time.monotonic() + timeout
         # Before version 0 there is none.
         if newer_than < 0:
             return int(self.read(f"{model}/version")), True
-        while True:
-            left = _SLICE if end is None else max(0.0, min(_SLICE, end - time.monotonic()))
-            try:
-                _call("wait_version", self._model, newer_than, int(left * 1000), ctypes.byref(version))
-                return version.value, True
-            except OSError as error:
-                if error.errno != errno.ETIMEDOUT:
-                    raise
-                if end is not None and time.monotonic() >= end:
-                    return version.value, False
+        at_most = math.inf if timeout is None else max(0.0, timeout)
+        try:
+            _waited(at_most, lambda ms: _call("wait_version", self._model, newer_than, ms, ctypes.byref(version)))
+        except OSError as error:
+            if error.errno != errno.ETIMEDOUT:
+                raise
+            return version.value, False
+        return version.value, True
 
     def epoch(self, model: str) -> int:
         return int(self.read(f"{model}/epoch"))

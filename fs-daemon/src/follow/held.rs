@@ -30,6 +30,8 @@ pub struct Held {
     pub version: u64,
     /// Its directory, while it is the newest or a retained one.
     pub path: PathBuf,
+    /// What its publisher has said of it.
+    pub meta: serde_json::Value,
     directory: File,
     _weights: File,
 }
@@ -101,7 +103,8 @@ impl Model {
     fn hold(&self, version: u64) -> io::Result<Held> {
         let path = self.path.join("versions").join(version.to_string());
         let (directory, _weights) = (File::open(&path)?, File::open(path.join("weights"))?);
-        Ok(Held { model: self.path.clone(), version, path, directory, _weights })
+        let meta = serde_json::from_reader(File::open(path.join("meta.json"))?)?;
+        Ok(Held { model: self.path.clone(), version, path, meta, directory, _weights })
     }
 
     /// What to say when it cannot be read.

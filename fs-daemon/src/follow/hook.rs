@@ -27,7 +27,7 @@ const GRACE: Duration = Duration::from_secs(5);
 const SHOWN_OF_ANSWER: u64 = 300;
 
 /// What is done for each version.
-pub enum Deed {
+pub enum Hook {
     /// This runs, for so long at most.
     Exec(Program, Arc<Child>, Duration),
     /// A request to this address.
@@ -36,30 +36,30 @@ pub enum Deed {
     Print,
 }
 
-impl Deed {
+impl Hook {
     /// # Errors
     /// The command has a NUL byte.
-    pub fn of(args: &FollowArgs, child: Arc<Child>) -> Result<Deed, Error> {
+    pub fn of(args: &FollowArgs, child: Arc<Child>) -> Result<Hook, Error> {
         if let Some(command) = &args.exec {
             let words = [OsString::from("/bin/sh"), "-c".into(), command.clone()];
-            return Ok(Deed::Exec(Program::new(&words).map_err(not_run)?, child, args.timeout));
+            return Ok(Hook::Exec(Program::new(&words).map_err(not_run)?, child, args.timeout));
         }
-        let Some(url) = &args.post else { return Ok(Deed::Print) };
+        let Some(url) = &args.post else { return Ok(Hook::Print) };
         // A POST that is redirected becomes a GET.
         let agent = Agent::config_builder().timeout_global(Some(args.timeout)).http_status_as_error(false);
         let agent = agent.max_redirects(0).max_redirects_will_error(false).proxy(None);
-        Ok(Deed::Post(agent.build().into(), url.clone()))
+        Ok(Hook::Post(agent.build().into(), url.clone()))
     }
 
     /// # Errors
     /// It has failed, or took too long.
     pub fn of_version(&self, held: &Held) -> Result<(), Error> {
         match self {
-            Deed::Exec(program, child, timeout) => exec(held, program, child, *timeout),
-            Deed::Post(agent, url) => {
+            Hook::Exec(program, child, timeout) => exec(held, program, child, *timeout),
+            Hook::Post(agent, url) => {
                 post(held, agent, url).map_err(|error| error.of(&format!("POST {url}")))
             }
-            Deed::Print => writeln!(io::stdout(), "{}", held.version)
+            Hook::Print => writeln!(io::stdout(), "{}", held.version)
                 .map_err(|error| Error::new("it cannot be printed").caused_by(error)),
         }
     }
@@ -90,6 +90,7 @@ fn post(held: &Held, agent: &Agent, url: &str) -> Result<(), Error> {
         "version": held.version,
         "path": held.path.to_string_lossy(),
         "held": held.held_path().to_string_lossy(),
+        "meta": held.meta,
     });
     let sent = agent.post(url).content_type("application/json").send(body.to_string());
     let mut answer = sent.map_err(|error| Error::new("no answer").caused_by(error))?;
