@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from filetools import BLOCK, SIZE, close, eventually, f32, fails, filled, mounts, read_safetensors, write_safetensors
+from filetools import BLOCK, SIZE, close, eventually, f32, fails, filled, mounts, read_safetensors, shell, write_safetensors
 
 mounted = mounts(reducer="assign")
 
@@ -59,15 +59,22 @@ def test_a_publisher_says_something_of_its_version__in_each_commit(mounted):
             os.setxattr(fd, f"user.{name}", text.encode())
         os.fsync(fd)
         assert mount.version() == version and said(mount.model / "weights") == says
+    view[:] = np.nan
+    os.setxattr(fd, "user.step", b"4")
+    assert os.listxattr(fd)[-1] == "user.step" and os.getxattr(fd, "user.step") == b"4"
+    fails(errno.EINVAL, os.fsync, fd)
+    view[:] = 4
+    os.fsync(fd)
+    assert mount.version() == 4 and said(mount.model / "weights") == {"step": "4"}, "it was for what was refused, too"
     del view
     os.close(fd)
     fd = os.open(mount.model / "publish", os.O_WRONLY)
     os.write(fd, filled(mount, 9).tobytes())
     os.setxattr(fd, "user.step", b"9")
     os.ftruncate(fd, 0)
-    os.pwrite(fd, filled(mount, 4).tobytes(), 0)
+    os.pwrite(fd, filled(mount, 5).tobytes(), 0)
     os.close(fd)
-    assert mount.version() == 4 and said(mount.model / "weights") == {}, "it was taken back"
+    assert mount.version() == 5 and said(mount.model / "weights") == {}, "it was taken back"
 
 
 def file_of(folder, tensors, metadata):
@@ -77,21 +84,28 @@ def file_of(folder, tensors, metadata):
 @pytest.mark.also_on_network
 def test_the_metadata_of_a_published_file_is_kept(start_mount, tmp_path):
     tensors = {"a": ("F32", (2, 5), bytes(40)), "b": ("F32", (3,), bytes(12))}
-    mount = start_mount(model=write_safetensors(tmp_path / "m.safetensors", tensors), reducer="assign", retain=2)
+    own = {"long": "x" * 5000, "": "1", "note": "of the model"}
+    model = write_safetensors(tmp_path / "m.safetensors", tensors, own)
+    mount = start_mount(model=model, reducer="assign", retain=2)
     (mount.model / "publish.safetensors").write_bytes(file_of(tmp_path, tensors, {"format": "pt", "step": "5"}))
     assert mount.wait_for_version(1) == 1
     mount.catch_up()
     assert meta(mount, 1) == {"format": "pt", "step": "5"}
     # What is read from a mount can be published again.
     again, metadata = read_safetensors((mount.model / "weights.safetensors").read_bytes())
-    assert "gradfs.version" in metadata
+    assert "gradfs.version" in metadata and metadata["long"] == own["long"]
     (mount.model / "publish.safetensors").write_bytes(file_of(tmp_path, again, metadata))
     assert mount.wait_for_version(2) == 2
     mount.catch_up()
-    assert meta(mount, 2) == {"format": "pt"}
+    assert meta(mount, 2) == {"format": "pt"}, "what all of the mount's files say is nothing of the version's"
     fd = os.open(mount.model / "publish.safetensors", os.O_WRONLY)
     fails(errno.EINVAL, os.write, fd, file_of(tmp_path, tensors, {"note": "x" * 4096}))
     fails(errno.EINVAL, os.close, fd)
+    temporary = mount.model / ".tmp1"
+    temporary.write_bytes(file_of(tmp_path, tensors, {"note": "x" * 4096}))
+    fails(errno.EINVAL, os.rename, temporary, mount.model / "publish.safetensors")
+    assert temporary.exists(), "nothing has changed"
+    temporary.unlink()
     assert "metadata takes 4100 bytes, and a version keeps 4096" in (mount.model / "error").read_text()
     assert mount.version() == 2
 
@@ -103,20 +117,39 @@ def test_metadata_that_cannot_be_kept_is_refused(mounted):
     os.write(fd, filled(mount, 1).tobytes())
     os.setxattr(fd, "user.step", b"1")
     wrong = [
-        ("user.gradfs.version", b"9"), ("user.a\nb", b"1"), ("user.long", b"x" * 4096), ("user.bytes", b"\xff"),
+        ("user.a\nb", b"1"), ("user.long", b"x" * 4096), ("user.bytes", b"\xff"),
         ("user.zero", b"a\0"),
     ]  # fmt: skip
     for name, value in wrong:
         fails(errno.EINVAL, os.setxattr, fd, name, value)
     assert "zero byte" in (mount.model / "error").read_text()
+    for kind in ("security.selinux", "trusted.other"):
+        fails(errno.EOPNOTSUPP, os.setxattr, fd, kind, b"1")
     for other in (path, mount.model / "weights", mount.model / "control/reducer", mount.model / "versions/0/weights"):
         fails(errno.EPERM, os.setxattr, other, "user.step", b"2")
     fails(errno.EPERM, os.removexattr, path, "user.step")
     os.close(fd)
     assert mount.version() == 1 and meta(mount, 1) == {"step": "1"}
     fails(errno.ENODATA, os.getxattr, mount.model / "weights", "user.other")
-    (mount.model / "versions/1/meta.json").stat()
+    assert sorted(os.listxattr(mount.model / "versions/1/meta.json")) == ["user.gradfs.epoch", "user.gradfs.version", "user.step"]
     fails(errno.EACCES, os.open, mount.model / "versions/1/meta.json", os.O_WRONLY)
+
+
+def test_attributes_of_a_copied_file_are_no_metadata(mounted, tmp_path):
+    mount = mounted(retain=3)
+    publish(mount, 1, {"step": "1"})
+    for source, says in ((mount.model / "weights", {"step": "1"}), (mount.model / "versions/0/weights", {})):
+        shell('cp --preserve=xattr "$1" "$2"', source, mount.model / "publish")
+        assert said(mount.model / "weights") == says and (mount.model / "error").read_text() == ""
+
+
+def test_one_attribute_has_all_that_names_a_version(mounted):
+    mount = mounted()
+    publish(mount, 1, {"step": "1"})
+    about = json.loads(os.getxattr(mount.model / "weights", "user.gradfs.about"))
+    epoch = int(os.getxattr(mount.model / "weights", "user.gradfs.epoch"))
+    assert about == {"version": 1, "epoch": epoch, "meta": {"step": "1"}}
+    assert "user.gradfs.about" not in os.listxattr(mount.model / "weights")
 
 
 @pytest.mark.parametrize(("transport", "shards"), [("tcp", 2), ("shm", 2), ("shm", 1)])

@@ -48,6 +48,8 @@ pub type StatusSource = Box<dyn Fn() -> MountStatus + Send + Sync>;
 /// How the names of all attributes begin.
 const USER: &str = "user.";
 const VERSION: &str = "user.gradfs.version";
+/// Version, epoch and what the publisher has said, as JSON. It is in no list, so that no copy gets it.
+const ABOUT: &str = "user.gradfs.about";
 const EPOCH: &str = "user.gradfs.epoch";
 const DTYPE: &str = "user.gradfs.dtype";
 const SHAPE: &str = "user.gradfs.shape";
@@ -291,15 +293,15 @@ impl Fs {
         let tree = self.tree(index)?;
         let own = [VERSION, EPOCH, DTYPE, SHAPE, ERROR].into_iter();
         let own = own.filter(|name| value(&tree, file, name).is_some()).map(str::to_owned);
-        let meta = file.version().map_or_else(Meta::default, |version| tree.model.job.meta(version));
-        Ok(own.chain(meta.iter().map(|(name, _)| format!("{USER}{name}"))).collect())
+        Ok(own.chain(said_of(&tree, file).iter().map(|(name, _)| format!("{USER}{name}"))).collect())
     }
 
     /// Sets one: says something of the version that an open `publish` makes.
     ///
     /// # Errors
-    /// EPERM for other files, EINVAL for what a version cannot have, ENOENT.
+    /// EPERM for other files, EINVAL for what a version cannot have, EOPNOTSUPP for other kinds of attributes, ENOENT.
     pub fn set_xattr(&self, ino: u64, name: &str, value: &[u8]) -> CallResult<()> {
+        let name = name.strip_prefix(USER).ok_or_else(no_such_kind)?;
         let Node::Model(index, File::Publish(number)) = self.node(ino)? else {
             return Err(CallError::new(libc::EPERM, "attributes are set on an open publish alone"));
         };
@@ -307,10 +309,12 @@ impl Fs {
             let what = "attributes are set on the file descriptor of an open publish, not by its path";
             CallError::new(libc::EPERM, what)
         })?;
-        let invalid =
-            || CallError::new(libc::EINVAL, "attributes are texts, with names that begin with user.");
-        let name = name.strip_prefix(USER).ok_or_else(invalid)?;
-        publication.describe([(name, std::str::from_utf8(value).map_err(|_| invalid())?)])
+        // A copy of a mount's file brings these along. They are not the copy's.
+        if name.starts_with(meta::OWN) {
+            return Ok(());
+        }
+        let invalid = |_| CallError::new(libc::EINVAL, "attributes are texts in UTF-8");
+        publication.describe([(name, std::str::from_utf8(value).map_err(invalid)?)])
     }
 
     /// The value of one.
@@ -320,15 +324,12 @@ impl Fs {
     pub fn xattr(&self, ino: u64, name: &str) -> CallResult<String> {
         // Asked for by the kernel itself, often: answered before anything is looked up. Access control lists and
         // security labels are asked for by `ls -l`, of one file only where it hears that there are none at all.
-        let Some(short) = name.strip_prefix(USER) else {
-            return Err(CallError::new(libc::EOPNOTSUPP, "no such kind of attribute"));
-        };
+        let short = name.strip_prefix(USER).ok_or_else(no_such_kind)?;
         let none = || CallError::new(libc::ENODATA, "no such attribute");
         let Node::Model(index, file) = self.node(ino)? else { return Err(none()) };
         let tree = self.tree(index)?;
         if !short.starts_with(meta::OWN) {
-            let meta = file.version().map(|version| tree.model.job.meta(version));
-            return meta.and_then(|meta| meta.get(short).map(str::to_owned)).ok_or_else(none);
+            return said_of(&tree, file).get(short).map(str::to_owned).ok_or_else(none);
         }
         if name == MEMORY && matches!(file, File::Weights(_) | File::RetainedWeights(_)) {
             let at = self.lender.get().zip(tree.key.as_ref());
@@ -348,6 +349,19 @@ impl Fs {
     }
 }
 
+fn no_such_kind() -> CallError {
+    CallError::new(libc::EOPNOTSUPP, "no such kind of attribute")
+}
+
+/// What the publisher of the file's version has said of it, or says of the one that it makes.
+fn said_of(tree: &ModelTree, file: File) -> Meta {
+    match file {
+        File::Publish(number) => tree.publications.get(number).map(|publication| publication.meta()),
+        file => file.version().map(|version| tree.model.job.meta(version)),
+    }
+    .unwrap_or_default()
+}
+
 /// The inode shows an older version than the caller must see: the kernel looks the name up again.
 pub fn stale() -> CallError {
     CallError::new(libc::ESTALE, "a newer version is out")
@@ -361,13 +375,19 @@ fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
         _ if tensors.len() == 1 => tensors.first(),
         _ => None,
     };
-    let has_data = file.version().is_some() && !file.is_dir() && !matches!(file, File::RetainedText(_));
+    let has_data = file.version().is_some()
+        && !file.is_dir()
+        && !matches!(file, File::RetainedText(_) | File::RetainedMeta(_));
     let takes_data =
         matches!(file, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_))
             || file.is_named();
     match name {
         VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
         VERSION if matches!(file, File::Device | File::VersionText) => Some(tree.shown_version().to_string()),
+        ABOUT => file.version().map(|version| {
+            let (epoch, meta) = (tree.model.job.generation(), tree.model.job.meta(version));
+            format!("{{\"version\":{version},\"epoch\":{epoch},\"meta\":{meta}}}")
+        }),
         EPOCH if file.version().is_some() => Some(tree.model.job.generation().to_string()),
         DTYPE if has_data || takes_data => Some(match of_tensor {
             Some(tensor) => tensor.dtype.name(),

@@ -71,7 +71,7 @@ class Step:
         width = tensor.nbytes // tensor.size if tensor.size else 0
         self._write([(tensor.offset + start * width, tensor, described)])
 
-    def describe(self, meta: Mapping[str, str]) -> None:
+    def _describe(self, meta: Mapping[str, str]) -> None:
         """Says something of the version that new weights make."""
         self._check()
         with self._explained():

@@ -95,11 +95,7 @@ class Model(Contributor):
         shows to whoever reads it. Raises Refused if one is no text, or cannot be kept.
         """
         self._check()
-        for name, text in (meta or {}).items():
-            if not (isinstance(name, str) and isinstance(text, str)):
-                raise Refused(f"publish: metadata has texts by name, and {name!r} is none: convert it by str() or JSON")
-            if "\0" in name + text:
-                raise Refused(f"publish: the metadata {name!r} has a zero byte")
+        _check_meta(meta or {})
         missing = [name for name in self.layout if name not in values]
         if missing:
             raise Refused(f"publish: all tensors are needed, and these are missing: {', '.join(missing)}")
@@ -107,7 +103,7 @@ class Model(Contributor):
         with Step(self._place, self._file("publish"), self.layout, self._model) as step:
             step.update(values)
             if meta:
-                step.describe(meta)
+                step._describe(meta)
         return self.version
 
     def memfd(self, version: int | None = None) -> Memory:
@@ -146,3 +142,25 @@ class Model(Contributor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open, (self._model,)
+
+
+# What a version keeps of metadata, in bytes of UTF-8: all of it, and a name.
+_MOST_META, _LONGEST_NAME = 4096, 250
+
+
+def _check_meta(meta: Mapping[str, str]) -> None:
+    size = 0
+    for name, text in meta.items():
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise Refused(f"publish: metadata has texts by name, and {name!r} is none: convert it by str() or JSON")
+        try:
+            length, more = len(name.encode()), len(text.encode())
+        except UnicodeEncodeError:
+            raise Refused(f"publish: the metadata {name!r} is no UTF-8") from None
+        if "\0" in name + text:
+            raise Refused(f"publish: the metadata {name!r} has a zero byte")
+        if not 0 < length <= _LONGEST_NAME or name.startswith("gradfs."):
+            raise Refused(f"publish: {name!r} is no name for metadata: use up to {_LONGEST_NAME} bytes, not 'gradfs.' in front")
+        size += length + more
+    if size > _MOST_META:
+        raise Refused(f"publish: the metadata takes {size} bytes, and a version keeps {_MOST_META}")

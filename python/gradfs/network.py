@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import errno
+import json
 import math
 import mmap
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import NotMounted, Worded
-from .places import COUNTS, Loan, Sink, mapped
+from .places import COUNTS, Loan, Sink, Version, mapped
 
 _LIBRARY = "libmodelio.so.0"
 # Seconds that a call waits in C before signals are looked at.
@@ -271,20 +272,19 @@ class Network:
             return version.value, False
         return version.value, True
 
-    def epoch(self, model: str) -> int:
-        return int(self.read(f"{model}/epoch"))
-
-    def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
+    def map(self, path: str, size: int, copies: bool) -> tuple[Version, memoryview]:
         handle, _ = self._of(path)
         opened = _handle()
         _waited(self._timeout(), lambda ms: _call("open_weights", handle, ms, ctypes.byref(opened)))
         try:
-            version = _Version()
-            _call("weights", opened, ctypes.byref(version))
+            info = _Version()
+            _call("weights", opened, ctypes.byref(info))
+            meta = json.loads(self.read(f"{self._url}/versions/{info.version}/meta.json"))
+            version = Version(info.version, info.epoch, meta)
             if copies:
-                bytes_there = (ctypes.c_char * size).from_address(version.data)
+                bytes_there = (ctypes.c_char * size).from_address(info.data)
                 weakref.finalize(bytes_there, _close_all, opened.value, {}, os.getpid())
-                return version.version, memoryview(bytes_there).cast("B")
+                return version, memoryview(bytes_there).cast("B")
             file = _call("memfd", opened, 0)
             try:
                 memory = mapped(file, size, _Mapping)
@@ -294,7 +294,7 @@ class Network:
         except BaseException:
             _call("close", opened)
             raise
-        return version.version, memoryview(memory)
+        return version, memoryview(memory)
 
     def lend(self, model: str, version: int | None) -> Loan:
         weights = _opened("open_weights", self._model, int(_PROMPT * 1000))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import select
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .lending import MountLoan
 
@@ -17,6 +18,14 @@ from .lending import MountLoan
 _LONGEST_POLL = 3600.0
 # What an error says if a contribution that was to be taken back counts.
 COUNTS = "counts after all"
+
+
+class Version(NamedTuple):
+    """A version's number, the life of the model that it is of, and what its publisher has said of it."""
+
+    version: int
+    epoch: int
+    meta: dict[str, str]
 
 
 class Sink(Protocol):
@@ -65,11 +74,8 @@ class Place(Protocol):
     def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
         """Waits for a version newer than this, or than the newest now. Gives the newest, and whether that is newer."""
 
-    def epoch(self, model: str) -> int:
-        """The life of the model."""
-
-    def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
-        """The number and the bytes of the version that `weights` shows. They may be changed, for this process alone.
+    def map(self, path: str, size: int, copies: bool) -> tuple[Version, memoryview]:
+        """The version that `weights` shows, and its bytes. They may be changed, for this process alone.
 
         Who only `copies` them lets go of them soon, and changes nothing.
         """
@@ -160,13 +166,11 @@ class Files:
         finally:
             os.close(file)
 
-    def epoch(self, model: str) -> int:
-        return int(os.getxattr(os.path.join(model, "weights"), "user.gradfs.epoch"))
-
-    def map(self, path: str, size: int, copies: bool) -> tuple[int, memoryview]:
+    def map(self, path: str, size: int, copies: bool) -> tuple[Version, memoryview]:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return int(os.getxattr(file, "user.gradfs.version")), memoryview(mapped(file, size, mmap.mmap))
+            about = json.loads(os.getxattr(file, "user.gradfs.about"))
+            return Version(**about), memoryview(mapped(file, size, mmap.mmap))
         finally:
             os.close(file)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -28,33 +27,20 @@ class Weights(Mapping[str, View]):
     ) -> None:
         self.layout = layout
         self._memory: memoryview | None
-        self._place, self._model = place, model
-        self._meta: dict[str, str] | None = None
         with explained("weights", model, learner):
-            self.version, self._memory = place.map(path, layout.nbytes, copies)
-            """The number of the version."""
+            about, self._memory = place.map(path, layout.nbytes, copies)
+        self.version = about.version
+        """The number of the version."""
+        self.epoch = about.epoch
+        """The life of the model that this is a version of. A restored job begins another one, and goes on counting."""
+        self.meta = about.meta
+        """What the publisher has said of the version, as texts by name. Of a version that learners made it is nothing."""
 
     def __getitem__(self, name: str) -> View:
         if self._memory is None:
             raise Closed(f"the weights of version {self.version} were closed")
         tensor = self.layout[name]
         return View(tensor, self._memory[tensor.offset : tensor.offset + tensor.nbytes])
-
-    @property
-    def epoch(self) -> int:
-        """The life of the model that this is a version of. A restored job begins another one, and counts on in it."""
-        with explained("weights", self._model, None):
-            return self._place.epoch(self._model)
-
-    @property
-    def meta(self) -> dict[str, str]:
-        """What the publisher has said of the version, as texts by name. Of a version that learners made it is nothing."""
-        if self._meta is None:
-            if self._memory is None:
-                raise Closed(f"the weights of version {self.version} were closed")
-            with explained("weights", self._model, None):
-                self._meta = json.loads(self._place.read(f"{self._model}/versions/{self.version}/meta.json"))
-        return dict(self._meta)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout)

@@ -258,20 +258,16 @@ def test_publish_says_something_of_the_version(start):
     model.publish({"w": numpy.ones(3, "f4")}, meta={"step": "3"})
     versions = gradfs.follow(model.path)
     weights = next(versions)
-    assert weights.epoch == model.pull().epoch >= 0
+    assert weights.epoch == model.pull().epoch > 0
     assert (weights.version, weights.meta) == (3, {"step": "3"})
     model.publish({"w": numpy.ones(3, "f4")})
-    assert weights.meta == {"step": "3"}, "as long as it is held"
     assert next(versions).meta == {} and weights.meta == {"step": "3"}
-    held = model.pull()
-    held.close()
-    with pytest.raises(gradfs.Closed):
-        held.meta  # noqa: B018
 
 
 @pytest.mark.parametrize(
     ("meta", "words"),
-    [({"step": 1}, "'step' is none"), ({"gradfs.x": "1"}, "no name"), ({"long": "x" * 4096}, "4100 bytes"), ({"z": "\0"}, "zero")],
+    [({"step": 1}, "'step' is none"), ({"gradfs.x": "1"}, "no name"), ({"long": "x" * 4096}, "4100 bytes"), ({"z": "\0"}, "zero"), ({"n" * 251: "1"}, "no name"),
+     ({"long": "x" * 70_000}, "70004 bytes"), ({"u": "\udc80"}, "no UTF-8"), ({"": "1"}, "no name")],
 )
 def test_publish_refuses_metadata_that_cannot_be_kept(start, meta, words):
     model = gradfs.open(start({"w": numpy.zeros(3, "f4")}, "--reducer", "assign"))

@@ -17,7 +17,7 @@ use crate::session::contribution::{Contribution, Ending};
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;
 use crate::session::model::Model;
-use crate::session::publication::Publication;
+use crate::session::publication::{Publication, kept};
 
 /// Bytes of a file that are looked at, or written, at once.
 const PIECE: usize = 1 << 20;
@@ -144,7 +144,12 @@ impl Renaming {
             self.file.read(at, PIECE, |piece| stream.write(at, piece, |_, _| Ok::<_, CallError>(())))?;
             at += PIECE as u64;
         }
-        Ok(stream.check_size(size)?)
+        stream.check_size(size)?;
+        let is_published = matches!(self.target, File::NamedPublish | File::LearnerNamedPublish(_));
+        match stream.take_metadata().filter(|_| is_published) {
+            Some(metadata) => kept(self.model(), metadata).map(drop),
+            None => Ok(()),
+        }
     }
 
     /// The learner that the file becomes a contribution of. The mount's own one joins.

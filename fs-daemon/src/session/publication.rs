@@ -31,7 +31,7 @@ pub struct Publication {
     /// The writes since the last end.
     written: Mutex<Written>,
     /// What the program says of the next version.
-    meta: Mutex<Meta>,
+    meta: Arc<Mutex<Meta>>,
     /// The memory that a program may map.
     mapped: Option<Mapped>,
 }
@@ -67,7 +67,7 @@ impl Publication {
     fn new(model: &Arc<Model>, publisher: Option<Arc<Publisher>>, mapped: Option<Mapped>) -> Publication {
         let (model, publisher) = (Arc::clone(model), Mutex::new(publisher));
         let refusal = Arc::clone(&model.own_refusal);
-        let (written, meta) = (Mutex::default(), Mutex::default());
+        let (written, meta) = (Mutex::default(), Arc::default());
         Publication { model, publisher, refusal, named: None, written, meta, mapped }
     }
 
@@ -130,7 +130,8 @@ impl Publication {
             None => refuse_header(offset, data).and_then(|()| self.store(offset, data)),
             Some(named) => named
                 .write(offset, data, |at, bytes| self.store(at, bytes))
-                .and_then(|()| named.take_metadata().map_or(Ok(()), |metadata| self.keep(metadata))),
+                .and_then(|()| named.take_metadata().map_or(Ok(Meta::default()), |of| kept(&self.model, of)))
+                .and_then(|meta| self.describe(meta.iter())),
         };
         self.written.lock().note(offset, data.len(), &outcome);
         outcome.inspect_err(|error| self.refusal.note(error, true))
@@ -150,10 +151,9 @@ impl Publication {
         added.inspect_err(|error| self.refusal.note(error, true))
     }
 
-    /// Keeps a file's metadata, without what a mount's own files say.
-    fn keep(&self, mut metadata: BTreeMap<String, String>) -> CallResult<()> {
-        metadata.retain(|name, _| !name.starts_with(OWN));
-        self.describe(metadata)
+    /// What the program has said so far of the version that the next commit makes.
+    pub fn meta(&self) -> Meta {
+        self.meta.lock().clone()
     }
 
     fn store(&self, offset: u64, data: &[u8]) -> CallResult<()> {
@@ -204,7 +204,18 @@ impl Publication {
         if let Some(mapped) = self.mapped.as_ref().filter(|_| is_mapped) {
             // The mapping is whole, as a truncated file is to be.
             *self.written.lock() = Written::default();
-            return mapped.publish(&self.model, take_meta(), done);
+            let (meta, kept) = (take_meta(), Arc::clone(&self.meta));
+            let said = meta.clone();
+            // The memory stays the program's. So does what was said of it, until that is a version.
+            let answer: Done<()> = Box::new(move |outcome| {
+                let mut now = kept.lock();
+                if outcome.is_err() && now.is_empty() {
+                    *now = said;
+                }
+                drop(now);
+                done(outcome);
+            });
+            return mapped.publish(&self.model, meta, answer);
         }
         if !written.is_pending() {
             return done(Ok(()));
@@ -333,6 +344,15 @@ impl Mapped {
             false => on_own_thread("gradfs-publish", work),
         }
     }
+}
+
+/// What of a file's `__metadata__` its version keeps: all but what the mount's own files of the model say, too.
+///
+/// # Errors
+/// EINVAL if that cannot be kept.
+pub fn kept(model: &Model, mut metadata: BTreeMap<String, String>) -> CallResult<Meta> {
+    metadata.retain(|name, text| !name.starts_with(OWN) && model.metadata.get(name) != Some(text));
+    Meta::try_from(metadata).map_err(|error| CallError::new(libc::EINVAL, error.to_string()))
 }
 
 /// A buffer for a version to come.

@@ -75,7 +75,7 @@ struct modelio_version_info {
    */
   uint64_t version;
   /*
-   The life of the model that it is a version of. A restored job begins another one, and counts its versions anew.
+   The life of the model that it is a version of. A restored job begins another one, and goes on counting.
    */
   uint64_t epoch;
 };
@@ -373,30 +373,30 @@ int modelio_queue_event(modelio_handle handle);
 
 /*
  Copies the text of a file of the model, and of a learner, as a mount has it: "layout", "version", "status.json",
- "control/learning_rate", "control" (the names of all settings, a line each), "name", "epoch" (the life of the model), "header" (safetensors'
- JSON),
- "versions/N/meta.json" of a version that is held; and of a learner also "status", "error" and "weight". The text has no zero at its end unless there is room for one.
+ "control/learning_rate", "control" (the names of all settings, a line each), "name", "header" (safetensors' JSON),
+ "versions/N/meta.json" of a version that is held; and of a learner also "status", "error" and "weight". The text has no
+ zero at its end unless there is room for one.
 
  Returns the length of the text, of which as much was copied as `size` allows, or -ENOENT.
 
  `file` is a string, and `buffer` has `size` bytes.
  */
-ptrdiff_t modelio_get(modelio_handle model_or_learner,
-                      const char *file,
-                      char *buffer,
-                      size_t size);
+ptrdiff_t modelio_get(modelio_handle model_or_learner, const char *file, char *buffer, size_t size);
 
 /*
  Writes the text of a file: "control/NAME" of a model sets a setting of the whole job, "weight" of a learner how much
  its contributions count from the next one on, "user.NAME" of a publication what is said of the version that it makes.
  When it has returned 0, the value holds.
 
- -ENOENT for another file, -EINVAL for a value that does not fit, -ETIMEDOUT if it is not known in time whether it was
+ -ENOENT for another file, -EINVAL for a value that does not fit and for another name of a publication, -ETIMEDOUT if it is not known in time whether it was
  taken.
 
  `file` and `value` are strings.
  */
-int modelio_set(modelio_handle model_learner_or_publication, const char *file, const char *value, uint32_t timeout_ms);
+int modelio_set(modelio_handle model_learner_or_publication,
+                const char *file,
+                const char *value,
+                uint32_t timeout_ms);
 
 #ifdef __cplusplus
 }  // extern "C"

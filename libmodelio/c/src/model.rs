@@ -75,7 +75,7 @@ pub struct ModelioVersion {
     pub size: u64,
     /// The number of the version.
     pub version: u64,
-    /// The life of the model that it is a version of. A restored job begins another one, and counts its versions anew.
+    /// The life of the model that it is a version of. A restored job begins another one, and goes on counting.
     pub epoch: u64,
 }
 

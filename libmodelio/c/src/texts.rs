@@ -26,7 +26,6 @@ fn of_model(model: &Model, name: &str) -> Outcome<String> {
     Ok(match name {
         "layout" => layout_text(job.layout().tensors()),
         "name" => job.model().to_owned(),
-        "epoch" => format!("{}\n", job.generation()),
         "version" => format!("{}\n", job.offered_version()),
         "header" => {
             let header = header::header_bytes(job.layout().tensors(), &Default::default());
@@ -116,9 +115,9 @@ fn status(model: &Model) -> String {
 }
 
 /// Copies the text of a file of the model, and of a learner, as a mount has it: "layout", "version", "status.json",
-/// "control/learning_rate", "control" (the names of all settings, a line each), "name", "epoch" (the life of the model), "header" (safetensors'
-/// JSON),
-/// "versions/N/meta.json" of a version that is held; and of a learner also "status", "error" and "weight". The text has no zero at its end unless there is room for one.
+/// "control/learning_rate", "control" (the names of all settings, a line each), "name", "header" (safetensors' JSON),
+/// "versions/N/meta.json" of a version that is held; and of a learner also "status", "error" and "weight". The text has no
+/// zero at its end unless there is room for one.
 ///
 /// Returns the length of the text, of which as much was copied as `size` allows, or -ENOENT.
 ///
@@ -152,7 +151,7 @@ pub unsafe extern "C" fn modelio_get(
 /// its contributions count from the next one on, "user.NAME" of a publication what is said of the version that it makes.
 /// When it has returned 0, the value holds.
 ///
-/// -ENOENT for another file, -EINVAL for a value that does not fit, -ETIMEDOUT if it is not known in time whether it was
+/// -ENOENT for another file, -EINVAL for a value that does not fit and for another name of a publication, -ETIMEDOUT if it is not known in time whether it was
 /// taken.
 ///
 /// # Safety

@@ -181,6 +181,7 @@ impl World {
             }
             Action::Left(learner, _) => self.program_left(index, learner),
             Action::Own(version, token) => {
+                self.history.knows(id, version, self.clients[index].core.state());
                 let uid = self.clients[index].weights.get(&token).copied();
                 let uid = uid.expect("own weights are shown while they are held");
                 self.clients[index].back = self.history.shows_own(id, version, uid);
@@ -188,6 +189,7 @@ impl World {
                 self.after(after, Event::Client(index, ClientEvent::Flipped(version)));
             }
             Action::Pulled(version) => {
+                self.history.knows(id, version, self.clients[index].core.state());
                 self.clients[index].early = None;
                 self.history.shows(id, version, &self.clients[index].back);
                 let after = self.some_time(200);

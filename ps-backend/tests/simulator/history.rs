@@ -9,7 +9,7 @@ use libmodelio::vocabulary::ids::{ClientId, Incarnation, LearnerId, PlanId, Step
 use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::norm::{Norm, TensorFactors, TensorNorms};
 use libmodelio::vocabulary::reducer::{self, Reducer};
-use libmodelio::wire::{Granted, Work};
+use libmodelio::wire::{Granted, JobState, Work};
 use ps_backend::core::MemberView;
 
 use crate::optimizer::Optimizer;
@@ -169,7 +169,7 @@ pub struct History {
     own: Vec<(ClientId, Version, Content)>,
     /// The newest version that the coordinator has announced.
     announced: Version,
-    /// What it has said of versions that are announced and not made yet.
+    /// What it has said of each version.
     metas: BTreeMap<Version, Meta>,
     /// Blocks of announced versions that clients have shown before all partitions had the version.
     shown_ahead: Vec<(ClientId, Version, usize, Content)>,
@@ -479,6 +479,18 @@ impl History {
         self.metas.insert(version, meta);
     }
 
+    /// A client shows a version, and has this state of the job.
+    pub fn knows(&self, client: ClientId, version: Version, state: &JobState) {
+        assert!(
+            state.version >= version,
+            "client {client} shows version {version}, of which it has been told nothing"
+        );
+        if state.version == version {
+            let said = self.metas.get(&version).cloned().unwrap_or_default();
+            assert_eq!(state.meta, said, "what client {client} knows of version {version}");
+        }
+    }
+
     /// All partitions have a version that clients may have shown before.
     fn check_shown_ahead(&mut self, version: Version) {
         let of_version: Vec<_> = self.shown_ahead.extract_if(.., |(_, of, ..)| *of == version).collect();
@@ -508,10 +520,10 @@ impl History {
         };
         let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
         let meta =
-            self.metas.remove(&version).expect("a version is announced before shards know that it counts");
+            self.metas.get(&version).expect("a version is announced before shards know that it counts");
         match &planned.work {
             Work::Assign { token } => {
-                assert_eq!(meta, meta_of(*token as Uid), "the metadata of version {version}");
+                assert_eq!(*meta, meta_of(*token as Uid), "the metadata of version {version}");
                 self.check_assigned(version, &before, &after);
             }
             Work::Reduce { step, groups, factors, .. } => {

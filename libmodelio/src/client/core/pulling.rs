@@ -37,6 +37,8 @@ pub(super) struct Pull {
     pub(super) follows: Option<PlanId>,
     /// The version exists. Otherwise it may come to nothing, and nothing of it is asked for by its number.
     pub(super) decided: bool,
+    /// A shard has a newer version by now, and not this one.
+    pub(super) is_gone: bool,
 }
 
 impl Pull {
@@ -53,7 +55,15 @@ impl Pull {
         };
         let partitions: Vec<Receiving> = owned.iter().map(receiving).collect();
         let left = partitions.iter().map(|of| of.missing.count_ones(..)).sum();
-        Pull { version, partitions, left, no_buffer: false, follows, decided: follows.is_none() }
+        Pull {
+            version,
+            partitions,
+            left,
+            no_buffer: false,
+            follows,
+            decided: follows.is_none(),
+            is_gone: false,
+        }
     }
 }
 
@@ -108,6 +118,14 @@ impl ClientCore {
         self.pull_times.began(now);
         self.pull = Some(Pull::new(self.state.version, self.owners.owned(), None, now));
         actions.extend(self.owners.partitions().map(Action::Wake));
+    }
+
+    /// If the version that is pulled is gone, and a newer one is known, begins with that.
+    pub(super) fn restart_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let newest = self.state.version;
+        if self.pull.take_if(|pull| pull.is_gone && pull.version < newest).is_some() {
+            self.start_pull(now, actions);
+        }
     }
 
     /// If the version exists and all its blocks are here, it is to be shown.

@@ -2,8 +2,7 @@
 
 use super::{Action, ClientCore, Now, Outgoing, Pull, REPEAT_AFTER, RETRY};
 use crate::vocabulary::block_map::PartitionIndex;
-use crate::vocabulary::ids::PlanId;
-use crate::wire::{MAX_NUMBER, Message, Refusal};
+use crate::wire::{Message, Refusal};
 
 impl ClientCore {
     /// A connection to a shard is open. If there was no other one, whatever was on its way before may be lost.
@@ -67,18 +66,11 @@ impl ClientCore {
             Message::Refused(Refusal::NoVersion { wanted, newest }) => {
                 let of_version = |pull: &&mut Pull| pull.version == wanted && pull.decided;
                 let Some(pull) = self.pull.as_mut().filter(of_version) else { return };
-                if newest > wanted && newest.0 <= MAX_NUMBER {
-                    // A version that one shard shows is decided, even if the coordinator has not said so here yet.
-                    if newest > self.state.version {
-                        (self.state.version, self.state.own_weights) = (newest, None);
-                        self.state.made_by = PlanId(0);
-                    }
-                    self.pull = None;
-                    self.start_pull(now, actions);
-                } else {
-                    pull.partitions[partition].asked.clear();
-                    pull.partitions[partition].retry = Some(now + RETRY);
-                }
+                pull.is_gone = newest > wanted;
+                pull.partitions[partition].asked.clear();
+                pull.partitions[partition].retry = Some(now + RETRY);
+                // Until the state names a newer one, what belongs to that one besides its blocks is not known.
+                self.restart_pull(now, actions);
             }
             _ => {}
         }

@@ -79,6 +79,7 @@ impl ClientCore {
             actions.push(Action::Offered(self.offered_version()));
         }
         self.decide_followed(is_anew, now, actions);
+        self.restart_pull(now, actions);
         self.start_pull(now, actions);
         self.answer_waits(now, actions);
     }

@@ -51,6 +51,8 @@ fn half_a_version_is_never_shown_if_its_shard_has_a_newer_one() {
         let mut bench = received(come);
         let newer = Refusal::NoVersion { wanted: Version(1), newest: Version(2) };
         bench.core.from_shard(1, Message::Refused(newer), bench.now, &mut bench.said);
+        assert_eq!(bench.core.pulling(), Some(Version(1)), "the state has what belongs to the newer one");
+        bench.changes(|state| state.version = Version(2));
         assert_eq!(bench.core.pulling(), Some(Version(2)), "{come} blocks");
         // Blocks of the first one that come late are not wanted.
         (0..4).map(BlockId).for_each(|block| assert!(!bench.core.reserve(Version(1), block)));
