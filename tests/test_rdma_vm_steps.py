@@ -5,6 +5,7 @@ Skipped with the reason where such machines cannot be had, or the build is one w
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ import pytest
 from cluster import run
 from conftest import REPOSITORY, gradfs_binary
 from rdmavm import both_but_few_by_rxe, both_providers, few, lasts, vm  # noqa: F401
+from test_c_library import library  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
 
@@ -250,6 +252,50 @@ def with_rdma():
 
 def begin():
     return BEGIN % (gradfs_binary(), LEARNER, MARKED)
+
+
+WITHOUT_MOUNT = """
+import array, sys
+sys.path.insert(0, sys.argv[1])
+import gradfs
+
+with gradfs.open("gradfs://a/m") as model:
+    print(model.status["transport"])
+    [name] = model.layout
+    values = array.array("f", [1]) * model.layout[name].size
+    with model.join("x") as learner:
+        for step in (1, 2):
+            learner.push({name: values})
+        assert learner.pull(out={name: values}) == 2
+    print(set(values))
+"""
+
+
+@both_but_few_by_rxe
+def test_a_program_without_a_mount_trains_by_rdma(vm, library, tmp_path, provider):  # noqa: F811
+    """The Python package over the C library, which chooses the fastest way that both hosts have."""
+    if b"ibv_open_device" not in (library / "lib/libmodelio.so.0").read_bytes():
+        pytest.skip("this library was built without RDMA")
+    shutil.copy(library / "lib/libmodelio.so.0", tmp_path)
+    (tmp_path / "train.py").write_text(WITHOUT_MOUNT)
+    done = vm.run(
+        begin()
+        + f"""
+        case $HOST_NAME in
+        a) shard --size 1000004 --reducer sum; meet shard; meet over; kill $shard; wait $shard || exit 4 ;;
+        b)
+            meet shard
+            MODELIO_LIBRARY=/share/libmodelio.so.0 $python /share/train.py {REPOSITORY / "python"} || exit 5
+            meet over
+            ;;
+        esac
+        """,
+        two=True,
+        provider=provider,
+        share=tmp_path,
+    )
+    assert done.code == 0, done
+    assert done.of["b"].out.split("\n")[-3:] == ["rdma", "{2.0}", ""], done
 
 
 @both_providers

@@ -104,9 +104,10 @@ class _Write:
         self._handle, self._ms, self._is_own = handle, min(int(timeout * 1000), _LONGEST_MS), is_own
         self._began = False
         self._done: list[None] = []
-        # The commit of another thread, if it was started, and its end.
+        # The commit of another thread, if it was started, and its end, which is rung.
         self._started: list[int] = []
-        self._ended = threading.Event()
+        self._ended: list[None] = []
+        self._bell = _thread.allocate_lock()
 
     def write(self, buffers: list[memoryview], at: int) -> int:
         self._began = True
@@ -131,21 +132,28 @@ class _Write:
             except OSError as failure:
                 failures.append(failure)
             finally:
-                self._ended.set()
+                self._ended.append(None)
+                self._bell.release()
 
         # A signal's exception ends the wait of this thread, and not the call. It is known whether the call has begun.
         self._done = done
+        self._bell.acquire(False)
         self._started.extend(map(_thread.start_new_thread, (commit,), ((),)))
-        self._ended.wait()
+        self._await_end()
         if failures:
             raise failures[0]
+
+    def _await_end(self) -> None:
+        # An exception of a signal may leave any lock held, also those inside of threading.Event. This one may be.
+        while not self._ended:
+            self._bell.acquire(timeout=_SLICE)
 
     def take_back(self) -> None:
         if self._began:
             _call("abort", self._handle, self._ms)
         if self._started:
             # It was withdrawn, or counts.
-            self._ended.wait()
+            self._await_end()
             if self._done:
                 raise Worded(errno.EIO, f"the contribution {COUNTS}")
 
