@@ -435,12 +435,15 @@ def test_clipping_on_one_of_several_learners_is_refused(monkeypatch: pytest.Monk
     module = _net()
     with alone() as dist:
         optimizer = dist.remote(torch.optim.SGD(module.parameters(), lr=0.1), module, staging="copied")
+        alone_there = optimizer.attached.world
         optimizer.attached.world = job.World(0, 2, 0, 2)
         _backward(module, 0)
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.01)
         with pytest.raises(GradfsError, match=r"clip_norm=.*allow_changed_gradients"):
             optimizer.step()
         assert optimizer.version == 0
+        # Who is alone ends the job.
+        optimizer.attached.world = alone_there
 
 
 def test_all_that_does_not_fit_is_said_at_once(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

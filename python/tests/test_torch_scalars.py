@@ -133,23 +133,11 @@ def test_one_process_waits_for_nobody() -> None:
         dist.barrier()
 
 
-def _has_all_reduce() -> str | None:
-    """Why the file is not there, if it is not."""
-    module = torch.nn.Linear(1, 1)
-    try:
-        with alone() as dist:
-            optimizer = dist.remote(torch.optim.SGD(module.parameters(), lr=0.1), module)
-            return None if (optimizer.files.learner / "all_reduce").exists() else "this gradfs has no all_reduce"
-    except GradfsError as error:
-        return str(error)
-
-
 test_one_process_waits_for_nobody = needs_a_mount()(test_one_process_waits_for_nobody)
 
 
 @needs_a_mount()
 def test_learners_share_numbers(tmp_path: Path) -> None:
-    missing = _has_all_reduce()
     program = written(
         tmp_path / "program.py",
         """
@@ -165,19 +153,12 @@ def test_learners_share_numbers(tmp_path: Path) -> None:
     print(dist.mean(rank), dist.any(rank == 1), dist.any(False), t.tolist(), b.item())
     """,
     )
-    done = launch(2, program)
-    if missing:
-        assert done.returncode == 1 and "a newer one adds up numbers" in done.stderr
-        pytest.skip(missing)
     expected = "0.5 True False [1.0, 4.0] 6.0"
-    assert sorted(succeeded(done).splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
+    assert sorted(succeeded(launch(2, program)).splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
 
 
 @needs_a_mount()
 def test_all_ranks_skip_a_step_in_which_one_has_found_inf(tmp_path: Path) -> None:
-    missing = _has_all_reduce()
-    if missing:
-        pytest.skip(missing)
     program = written(
         tmp_path / "program.py",
         """
