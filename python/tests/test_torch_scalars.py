@@ -211,3 +211,20 @@ def test_a_loader_is_shared_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [batch.tolist() for batch in loader] == [[1, 3], [5, 7], [9]]
     with pytest.raises(TypeError, match="map-style"):
         share(torch.utils.data.DataLoader(range(3), batch_size=None))
+    generator = torch.Generator()
+    options = {"num_workers": 1, "prefetch_factor": 8, "multiprocessing_context": "spawn", "generator": generator}
+    shared = share(torch.utils.data.DataLoader(range(10), shuffle=True, **options))
+    assert shared.prefetch_factor == 8 and shared.generator is generator and shared.sampler.shuffle
+    assert shared.multiprocessing_context.get_start_method() == "spawn"
+
+
+def test_a_loader_that_chooses_its_samples_is_not_shared() -> None:
+    data = torch.utils.data
+    for sampler in (
+        data.SubsetRandomSampler([0, 1]),
+        data.WeightedRandomSampler([1.0, 0.0], 4),
+        data.RandomSampler(range(10), replacement=True),
+        data.RandomSampler(range(10), num_samples=3),
+    ):
+        with pytest.raises(TypeError, match=f"{type(sampler).__name__} chooses others"):
+            share(data.DataLoader(range(10), sampler=sampler))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from gradfs.torch import process
 
@@ -72,14 +72,19 @@ class Share(Sampler[int]):
 def share(data: Sized | DataLoader[object], **options: Any) -> Share | DataLoader[object]:
     """A sampler for a dataset, or a loader like the one given that takes this learner's share of its dataset.
 
-    `shuffle`, `seed` and `drop_last` are those of `DistributedSampler`. A loader with a batch sampler, or of an
-    iterable dataset, is TypeError: give its dataset, and build the loader from the sampler.
+    `shuffle`, `seed` and `drop_last` are those of `DistributedSampler`: a loader that shuffles does so by `seed`. A loader
+    with a sampler or batch sampler of its own, or of an iterable dataset, is TypeError: give its dataset, and build the
+    loader from the sampler. With mounts on several hosts, the shares stay those of the ranks that were started.
     """
     if not isinstance(data, DataLoader):
         return Share(data, **options)
     if data.batch_size is None or isinstance(data.dataset, IterableDataset):
         raise TypeError("share takes a loader of a map-style dataset that makes its batches itself")
-    shuffled = isinstance(data.sampler, torch.utils.data.RandomSampler)
+    sampler, size = data.sampler, len(cast(Sized, data.dataset))
+    shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
+    if not shuffled and type(sampler) is not SequentialSampler:
+        name = type(sampler).__name__
+        raise TypeError(f"share takes a loader of all samples, in order or shuffled, and this one's {name} chooses others")
     return DataLoader(
         data.dataset,
         batch_size=data.batch_size,
@@ -91,6 +96,10 @@ def share(data: Sized | DataLoader[object], **options: Any) -> Share | DataLoade
         timeout=data.timeout,
         worker_init_fn=data.worker_init_fn,
         persistent_workers=data.persistent_workers,
+        multiprocessing_context=data.multiprocessing_context,
+        generator=data.generator,
+        prefetch_factor=data.prefetch_factor,
+        pin_memory_device=data.pin_memory_device,
     )
 
 
