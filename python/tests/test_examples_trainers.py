@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from torch_support import EXAMPLES, launch, needs_a_mount, succeeded, torch, torchrun, written
 
+import gradfs
+
 pytestmark = needs_a_mount()
 
 #: Losses, weights and metrics of fp32 that differ by less are those of sums in another order.
@@ -39,6 +41,24 @@ def trained(program: Path, of_ddp: list[str], to: Path) -> tuple[list[Any], list
     for one, other in zip(mine, theirs):
         assert one["losses"] == pytest.approx(other["losses"], abs=NEAR)
     return mine, theirs
+
+
+def test_from_pretrained_takes_each_version(start: Any, tmp_path: Path) -> None:
+    needs("transformers")
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    first = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, **sizes))
+    first.save_pretrained(tmp_path / "checkpoint")
+    options = ("--with-files", tmp_path / "checkpoint", "--reducer", "assign", "--retain", "1")
+    model = gradfs.open(start(tmp_path / "checkpoint" / "model.safetensors", *options))
+    weights = {name: tensor.clone() for name, tensor in model.pull().torch().items()}
+    model.publish({name: tensor + 1 for name, tensor in weights.items()})
+    for version, place in ((0, "versions/0/hf"), (1, "hf")):
+        loaded = AutoModelForCausalLM.from_pretrained(Path(model.path) / place, dtype="auto").state_dict()
+        assert loaded.keys() == first.state_dict().keys()
+        for name, tensor in weights.items():
+            assert torch.equal(loaded[name], tensor + version), name
 
 
 def test_lightning_trains_as_with_its_ddp(tmp_path: Path) -> None:
