@@ -149,7 +149,7 @@ pub fn safetensors_header(model: &Model, version: Version) -> Arc<[u8]> {
 #[derive(Default)]
 pub struct Publications {
     looked_up: AtomicU64,
-    /// The open ones, by number. They are of none until they are open in full.
+    /// The open publications, by number. A reference is empty until its open is complete.
     open: Mutex<HashMap<u64, Weak<Publication>>>,
 }
 
@@ -182,7 +182,7 @@ impl Publications {
 }
 
 impl OpenPublication {
-    /// What is written.
+    /// The inode stands for this publication.
     pub fn is_of(&self, publication: &Arc<Publication>) {
         self.of.open.lock().insert(self.number, Arc::downgrade(publication));
     }

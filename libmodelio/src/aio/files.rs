@@ -45,8 +45,8 @@ impl Queue {
         Ok(id)
     }
 
-    /// A learner without a mount: its writes contribute, and [`Op::Sync`](super::Op::Sync) commits. `share` is what was written, also past
-    /// the queue.
+    /// A learner without a mount: its writes contribute, and [`Op::Sync`](super::Op::Sync) commits. `share` is what was
+    /// written, also past the queue.
     ///
     /// # Errors
     /// EMFILE if the queue has as many files as it can.

@@ -66,7 +66,7 @@ impl ClientCore {
             Message::Refused(Refusal::NoVersion { wanted, newest }) => {
                 let of_version = |pull: &&mut Pull| pull.version == wanted && pull.decided;
                 let Some(pull) = self.pull.as_mut().filter(of_version) else { return };
-                pull.is_gone = newest > wanted;
+                pull.is_gone |= newest > wanted;
                 pull.partitions[partition].asked.clear();
                 pull.partitions[partition].retry = Some(now + RETRY);
                 // Until the state names a newer one, what belongs to that one besides its blocks is not known.
