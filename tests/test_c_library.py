@@ -68,13 +68,14 @@ def test_a_cpp_program_trains_without_a_mount(cluster, compiled):
     assert [float(loss) for loss in losses] == [1, 0, 0]
 
 
-def test_right_and_wrong_calls_are_answered_and_nothing_leaks(cluster, compiled, tmp_path):
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_right_and_wrong_calls_are_answered_and_nothing_leaks(cluster, compiled, tmp_path, transport):
     program = compiled(SOURCES / "tests/calls.c", "-std=gnu11", *SANITIZED)
     empty = tmp_path / "empty"
     empty.touch()
     # Without a lease, who does not leave stays.
     url = model(cluster, lease=0)
-    assert "as they should" in ran(program, url, empty)
+    assert "as they should" in ran(program, url, empty, transport)
     assert empty.read_bytes() == np.ones(1 << 18, "f4").tobytes()
     # Its last learner has left, though it was not closed: nobody waits for it.
     trains = compiled(SOURCES / "examples/train.c", "-std=c11")

@@ -1,6 +1,7 @@
 """Jobs: consistency, learners, leases, settings and reducers, as docs/use/semantics.md promises them."""
 
 import errno
+import json
 import os
 import time
 
@@ -211,6 +212,47 @@ def test_words_are_taken_in_any_case(mounted):
     mount = mounted()
     for name, value in {"reducer": "AdamW", "consistency": "Quorum(1)", "nonfinite": "Accept", "aggregation": "SUM"}.items():
         assert mount.control(name, value) == value.lower()
+
+
+def test_settings_in_one_object_are_one_change(mounted):
+    mount = mounted(learners=2, reducer="sgd", learning_rate=1, aggregation="sum")
+    mount.join("x", "y")
+    file = mount.model / "settings.json"
+    shown = json.loads(file.read_text())
+    assert shown == json.loads((mount.model / "status.json").read_text())["control"]
+    assert shown == {name: mount.control(name) for name in os.listdir(mount.model / "control")}
+    file.write_text('{"learning_rate": 0.25, "min_learners": 2, "reducer": "nesterov", "momentum": 0.5, "tensors": ["* weight_decay=0"]}\n')
+    fails(errno.EINVAL, mount.control, "min_learners", 3), "it is not what was there before"
+    for learner in ("x", "y"):
+        give(mount, 1, learner)
+    assert only(mount, "x") == -2 * 0.25 * 1.5, "all of it counts for the next version"
+    before = file.read_text()
+    wrong = {
+        '{"learning_rate": 7, "momentum": 2}': 'momentum: "2" is not a number from 0 to 1',
+        '{"learning_rate": 7, "min_learners": 3}': "min_learners",
+        '{"learning_rate": 7, "learning_rat": 7}': "learning_rat",
+        '{"learning_rate": null}': "learning_rate is no text",
+        '["learning_rate"]': "a JSON object like",
+        '{"learning_rate": 7': "EOF",
+        "": "EOF",
+    }
+    for ending in ("\n", ""):
+        for text, why in wrong.items():
+            with raises(errno.EINVAL), open(file, "w") as it:
+                it.write(text + ending)
+            assert why in (mount.model / "error").read_text(), text
+            said(mount, why)
+    assert file.read_text() == before
+    with open(file, "w") as it:
+        for piece in ("{\n", '"learning_rate": 2,\n', '"carry": "0.5"\n', "}\n"):
+            it.write(piece)
+            it.flush()
+    assert (mount.control("learning_rate"), mount.control("carry")) == ("2", "0.5")
+    file.write_text(before)
+    assert json.loads(file.read_text()) == json.loads(before), "what it shows can be written"
+    with open(file, "w") as it:
+        it.write(json.dumps({"tensors": ["* weight_decay=0.5"]}, indent=6000))
+    assert mount.control("tensors") == "* weight_decay=0.5", "of several pages"
 
 
 def test_bad_settings_change_nothing(mounted):

@@ -57,9 +57,6 @@ const ERROR: &str = "user.gradfs.error";
 /// Where to borrow the memory, and the key to it. It is in no list: copies of a file should not have it.
 const MEMORY: &str = "user.gradfs.memory";
 
-/// Where a learner's `tensors` leads.
-const TENSORS_LINK: &str = "../../tensors";
-
 /// The filesystem of one mount.
 pub struct Fs {
     trees: RwLock<Vec<Slot>>,
@@ -270,20 +267,6 @@ impl Fs {
         }
     }
 
-    /// Where a symbolic link leads. A learner's `tensors` are the model's.
-    ///
-    /// # Errors
-    /// EINVAL for other files, ENOENT.
-    pub fn read_link(&self, ino: u64) -> CallResult<&'static str> {
-        match self.node(ino)? {
-            Node::Model(index, File::LearnerTensors(id)) => {
-                self.tree(index)?.model.learner(id)?;
-                Ok(TENSORS_LINK)
-            }
-            _ => Err(CallError::new(libc::EINVAL, "no symbolic link")),
-        }
-    }
-
     /// Names of the extended attributes of an inode.
     ///
     /// # Errors
@@ -370,12 +353,14 @@ pub fn stale() -> CallError {
 fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
     let tensors = tree.model.layout.tensors();
     let of_tensor = match file {
-        File::Tensor(_, index) | File::RetainedTensor(_, index) => Some(tensors.get(index as usize)?),
+        File::Tensor(_, index) | File::RetainedTensor(_, index) | File::LearnerTensor(_, index) => {
+            Some(tensors.get(index as usize)?)
+        }
         // A model of one tensor is that tensor.
         _ if tensors.len() == 1 => tensors.first(),
         _ => None,
     };
-    let has_data = file.version().is_some()
+    let has_data = (file.version().is_some() || matches!(file, File::LearnerTensor(..)))
         && !file.is_dir()
         && !matches!(file, File::RetainedText(_) | File::RetainedMeta(_));
     let takes_data =

@@ -19,6 +19,7 @@ pub mod phase;
 pub mod ranges;
 pub mod reducer;
 pub mod schedule;
+pub mod settings_json;
 pub mod shard_error;
 pub mod tensor_rules;
 pub mod tensor_steps;

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
+import json
 import os
-import struct
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
-from .errors import GradfsError, Refused, explained
+from .errors import explained
 from .places import Place
 
 # Rules and patterns, one a line. Only these may be empty.
@@ -56,38 +55,16 @@ class Control(MutableMapping[str, Any]):
         return f"<Control of {self._model}>"
 
     def update(self, *others: Any, **settings: Any) -> None:
-        """Writes all settings, or raises Refused that says which one failed, with the others as they were.
-
-        `reducer` goes first, as it brings its defaults. Settings that depend on each other may come in any order.
-        Values that are in force already are not written again. A reducer that is set back has lost its optimizer's state.
-        """
+        """Writes all settings as one change, in any order. If one is wrong, Refused says why, and none is changed."""
         for other in others:
             settings = {**dict(other), **settings}
-        before = {name: self[name] for name in settings}
-        left = sorted(settings, key=lambda name: name != "reducer")
-        while left:
-            failures: dict[str, Refused] = {}
-            for name in left:
-                try:
-                    if not _is_equal(self[name], _text(settings[name])):
-                        self[name] = settings[name]
-                except Refused as error:
-                    failures[name] = error
-                except BaseException:
-                    self._restore(before)
-                    raise
-            if len(failures) == len(left):
-                self._restore(before)
-                raise Refused("; ".join(map(str, failures.values())), failures[left[0]].errno) from failures[left[0]]
-            left = list(failures)
-
-    def _restore(self, before: Mapping[str, str]) -> None:
-        """Sets what it was before an update that has failed. Each pass may allow what the one before could not set."""
-        for _ in before:
-            for name, text in sorted(before.items(), key=lambda pair: pair[0] != "reducer"):
-                with contextlib.suppress(GradfsError):
-                    if self[name] != text:
-                        self[name] = text
+        known = set(self)
+        for name in settings:
+            if name not in known:
+                raise self._unknown(name)
+        text = json.dumps({name: _text(value) for name, value in settings.items()})
+        with explained(f"settings.json = {text}", self._model):
+            self._place.write(os.path.join(self._model, "settings.json"), f"{text}\n")
 
     def _path(self, name: str) -> str:
         if "/" in name or name.startswith("."):
@@ -113,13 +90,3 @@ def _text(value: Any) -> str:
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         return "\n".join(map(str, value))
     return str(value).rstrip("\n")
-
-
-def _is_equal(text: str, other: str) -> bool:
-    """Whether two texts are one value. Numbers are kept in fp32, and may be written in several ways."""
-    if text == other:
-        return True
-    try:
-        return struct.pack("f", float(text)) == struct.pack("f", float(other))
-    except (ValueError, OverflowError):
-        return False

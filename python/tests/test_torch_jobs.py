@@ -37,6 +37,7 @@ _NET = """
         g = torch.Generator().manual_seed(100 * step + rank)
         return torch.randn(6, 8, generator=g), torch.randn(6, 4, generator=g)
 """
+_SGD = "lr=0.01, momentum=0.9, weight_decay=0.01"
 _ONE_NUMBER = """
     dist.init_process_group()
     rank = dist.get_rank()
@@ -207,38 +208,74 @@ def test_rank_0_that_is_restarted_finds_the_job_and_changes_no_setting(tmp_path:
         assert set(_lines(tmp_path / "rank0.log")[count:]) == {0.5}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("staging", ["copied", "mapped"])
-def test_a_rank_that_raises_leaves_no_half_step(staging: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ends, staging",
+    [
+        ("killed", "mapped"),
+        pytest.param("raises", "mapped", marks=pytest.mark.slow),
+        pytest.param("killed", "copied", marks=pytest.mark.slow),
+        pytest.param("raises", "copied", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_ends_in_the_middle_of_backward_leaves_no_half_step_and_comes_back(
+    ends: str, staging: str, tmp_path: Path
+) -> None:
+    """The weights are those of a reference that applies the same contributions."""
     program = written(
         tmp_path / "program.py",
-        _NET
-        + """
+        f"""
     dist.init_process_group()
     rank = dist.get_rank()
-    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
-    opt = dist.remote(torch.optim.SGD(model.parameters(), lr=0.1), model, staging=os.environ["STAGING"])
-    for step in range(6):
+    model = torch.nn.Sequential(*[m for _ in range(4) for m in (torch.nn.Linear(320, 320), torch.nn.Tanh())])
+    sgd = torch.optim.SGD(model.parameters(), {_SGD})
+    first = [p.detach().clone() for p in model.parameters()]
+    opt = dist.remote(sgd, model, staging=os.environ["STAGING"])
+    torch.save(first, "first.pt")
+    def ends(_):
+        if os.environ["ENDS"] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("in the middle of backward")
+    for step in range(10**9):
+        if os.path.exists("enough"):
+            break
+        if rank == 1 and step == 5 and "ENDS" in os.environ:
+            model[0].weight.register_post_accumulate_grad_hook(ends)
         opt.zero_grad()
-        if rank == 1 and step == 4:
-            def fails(_):
-                raise RuntimeError("in the middle of backward")
-            model[0].weight.register_post_accumulate_grad_hook(fails)
-        before = [p.detach().clone() for p in model.parameters()]
-        model(torch.full((1, 512), rank + 1.0)).square().mean().backward()
-        mine = [p.grad.detach().clone() for p in model.parameters()]
+        x = torch.randn(4, 320, generator=torch.Generator().manual_seed(2 * opt.version + rank))
+        (model(x) - 1).square().sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
         opt.step()
-    torch.save((opt.version, before, mine, [p.detach().clone() for p in model.parameters()]), f"{rank}.pt")
-    """,
+        torch.save((gradients, [p.detach().clone() for p in model.parameters()]), "new")
+        os.rename("new", f"{{rank}}-{{opt.version}}.pt")
+    """.replace('"new"', 'f"new{rank}"'),
     )
+
+    def steps(rank: int) -> set[int]:
+        return {int(file.stem.partition("-")[2]) for file in tmp_path.glob(f"{rank}-*.pt")}
+
     with _Ranks(2, program) as ranks:
-        first, second = ranks.start(0, STAGING=staging), ranks.start(1, STAGING=staging)
-        assert second.wait(HANGS) == 1
-        assert first.wait(HANGS) == 0
-    version, before, mine, after = torch.load(tmp_path / "0.pt")
-    assert version == 6
-    for p, g, q in zip(before, mine, after):
-        assert torch.allclose(p - 0.1 * g, q, atol=1e-6)
+        first, second = ranks.start(0, STAGING=staging), ranks.start(1, STAGING=staging, ENDS=ends)
+        assert second.wait(HANGS) == (-signal.SIGKILL if ends == "killed" else 1)
+        _until(lambda: len(steps(0) - steps(1)) >= 3)
+        again = ranks.start(1, STAGING=staging)
+        _until(lambda: len(steps(1)) >= 8)
+        (tmp_path / "enough").touch()
+        assert first.wait(HANGS) == again.wait(HANGS) == 0
+    assert len(steps(1) & set(range(6))) == 5, "its steps before that count"
+    assert steps(0) == set(range(1, len(steps(0)) + 1)), "the other one takes part in every version"
+    reference = [torch.nn.Parameter(p) for p in torch.load(tmp_path / "first.pt")]
+    sgd = torch.optim.SGD(reference, **eval(f"dict({_SGD})"))  # noqa: S307
+    largest = 0.0
+    for version in sorted(steps(0)):
+        logged = [torch.load(tmp_path / f"{rank}-{version}.pt") for rank in range(2) if version in steps(rank)]
+        for p, *gradients in zip(reference, *[gradients for gradients, _ in logged]):
+            p.grad = sum(gradients) / len(gradients)
+        sgd.step()
+        numbers = [n for p in reference for n in (p, p.grad, sgd.state[p]["momentum_buffer"])]
+        largest = max([largest, *[float(n.detach().abs().max()) for n in numbers]])
+        for p, *seen in zip(reference, *[weights for _, weights in logged]):
+            # A step rounds fewer than 16 times.
+            assert all((p - q).abs().max() <= 16 * version * 2.0**-24 * largest for q in seen), version
 
 
 @pytest.mark.slow
@@ -286,6 +323,33 @@ sys.exit(max(rank.wait() for rank in ranks))
 """
     out = succeeded(run([sys.executable, "-c", code], tmp_path))
     assert sorted(out.splitlines()) == ["0 -1.0", "1 -1.0"]
+
+
+@pytest.mark.slow
+def test_ray_starts_a_job(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train.torch", reason="ray[train] is not installed")
+    program = written(
+        tmp_path / "program.py",
+        """
+    def loop(config):
+        dist.init_process_group()
+        rank = dist.get_rank()
+        module = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(1))})
+        opt = dist.remote(torch.optim.SGD(module.parameters(), lr=1.0), module)
+        module["w"].grad = torch.full((1,), 2.0 * rank)
+        opt.step()
+        with open(f"{config['out']}/{rank}", "w") as out:
+            print(module["w"].item(), file=out)
+        dist.destroy_process_group()
+
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchTrainer
+    workers = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
+    TorchTrainer(loop, train_loop_config={"out": os.getcwd()}, scaling_config=workers).fit()
+    """,
+    )
+    succeeded(run([sys.executable, str(program)], tmp_path, RAY_USAGE_STATS_ENABLED="0"))
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["-1.0\n", "-1.0\n"]
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ use libmodelio::vocabulary::ids::Version;
 use super::model_tree::ModelTree;
 use super::node::{File, FileKind, Node};
 use super::text;
-use super::{FileUse, Fs, Owner, TENSORS_LINK};
+use super::text_file::setting_of;
+use super::{FileUse, Fs, Owner};
 use crate::session::error::{CallError, CallResult};
 use crate::session::model::Model;
 
@@ -20,7 +21,7 @@ pub struct Attributes {
     pub size: u64,
     /// Permission bits.
     pub mode: u16,
-    /// Directory, link or regular file.
+    /// Directory or regular file.
     pub kind: FileKind,
     /// Links: subdirectories and two for a directory.
     pub links: u32,
@@ -150,10 +151,15 @@ impl Fs {
                 let file = tree.temporaries.get(n).ok_or_else(CallError::not_found)?;
                 Attributes { size: file.size(), uid: file.owner.0, gid: file.owner.1, ..base }
             }
-            File::LearnerTensors(id) => {
+            File::LearnerTensors(id, directory) => {
                 model.learner(id)?;
-                sized(TENSORS_LINK.len() as u64)
+                Attributes { links: 2 + tree.paths.get(directory)?.directories.len() as u32, ..sized(0) }
             }
+            File::LearnerTensor(id, i) if (i as usize) < model.layout.tensors().len() => {
+                model.learner(id)?;
+                sized(tree.npy_size(i))
+            }
+            File::LearnerTensor(..) => return Err(CallError::not_found()),
             File::VersionText | File::LearnerVersion(_) => sized(text_len(model.job.offered_version())),
             File::Status => of_text(text::status(tree, &self.mount_status())),
             File::Layout => Attributes { size: tree.layout.len() as u64, keep: Keep::Forever, ..base },
@@ -164,14 +170,17 @@ impl Fs {
                     Some(dropped) => dropped.joined,
                     None => model.learner(id)?.joined,
                 };
-                Attributes { modified: joined, ..base }
+                Attributes { modified: joined, links: 3, ..base }
             }
             File::LearnerStatus(id) => of_text(text::learner_status(model, id)?),
             File::LearnerWeight(id) => of_text(text::weight(model, id)?),
             File::Error | File::LearnerError(_) => of_text(text::error(tree, file)?),
             // How long it is is known when it is taken.
             File::Snapshot | File::Controls => base,
-            File::Control(i) => Attributes { size: text::setting(model, i)?.len() as u64, ..base },
+            File::Control(_) | File::Settings => {
+                let text = setting_of(file).and_then(|name| text::setting(model, name));
+                Attributes { size: text.ok_or_else(CallError::not_found)?.len() as u64, ..base }
+            }
         })
     }
 
@@ -204,7 +213,10 @@ impl Fs {
     /// EINVAL for another size, EACCES for a file that is only read.
     pub fn check_truncation(&self, ino: u64, size: u64) -> CallResult<()> {
         match self.node(ino)? {
-            Node::Model(_, File::Control(_) | File::LearnerWeight(_) | File::Temporary(_)) => Ok(()),
+            Node::Model(
+                _,
+                File::Control(_) | File::Settings | File::LearnerWeight(_) | File::Temporary(_),
+            ) => Ok(()),
             Node::Model(_, file) if file.is_named() || matches!(file, File::LearnerAllReduce(_)) => Ok(()),
             Node::Model(
                 _,
@@ -239,10 +251,11 @@ impl Fs {
             space.blocks += pages * most;
             space.free += pages * most.saturating_sub(used);
             let learners = model.learners().len() as u64;
-            let files =
-                35 + model.companions.len() as u64 + (model.layout.tensors().len() + tree.paths.len()) as u64;
-            space.free_files += most_learners.saturating_sub(learners) * FILES_OF_LEARNER;
-            space.files += files + most_learners.max(learners) * FILES_OF_LEARNER;
+            let tensors = (model.layout.tensors().len() + tree.paths.len()) as u64;
+            let of_learner = FILES_OF_LEARNER + tensors;
+            space.free_files += most_learners.saturating_sub(learners) * of_learner;
+            space.files +=
+                36 + model.companions.len() as u64 + tensors + most_learners.max(learners) * of_learner;
         }
         space
     }
@@ -263,14 +276,16 @@ pub struct Space {
     pub free_files: u64,
 }
 
-/// A learner's directory and what is in it.
-const FILES_OF_LEARNER: u64 = 12;
+/// A learner's directory and what is in it, without `tensors/`.
+const FILES_OF_LEARNER: u64 = 11;
 
 /// The use of an inode.
 fn use_of(node: Node) -> FileUse {
     match node {
         Node::Model(_, File::Learners) => FileUse::Learners,
-        Node::Model(_, File::Weights(_) | File::Control(_) | File::LearnerWeight(_)) => FileUse::Shared,
+        Node::Model(_, File::Weights(_) | File::Control(_) | File::Settings | File::LearnerWeight(_)) => {
+            FileUse::Shared
+        }
         Node::Model(
             _,
             File::Gradients(_)

@@ -134,6 +134,11 @@ impl Draft {
         Cow::Owned(lines.chain(new).copied().collect())
     }
 
+    /// All that was written.
+    pub fn whole(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// A write was refused: the next close fails with this error.
     pub fn refuse(&mut self, error: &CallError) {
         self.refused.get_or_insert_with(|| error.clone());

@@ -47,6 +47,8 @@ pub enum File {
     VersionText,
     /// `status.json`.
     Status,
+    /// `settings.json`.
+    Settings,
     /// `layout`.
     Layout,
     /// `error` of the mount's own learner.
@@ -85,8 +87,10 @@ pub enum File {
     LearnerWeight(LearnerId),
     /// `learners/<id>/weights.safetensors`.
     LearnerSafetensors(LearnerId, Version),
-    /// `learners/<id>/tensors`, which leads to those of the newest version.
-    LearnerTensors(LearnerId),
+    /// A directory of tensors in `learners/<id>/tensors/`, by number: 0 is that itself.
+    LearnerTensors(LearnerId, u32),
+    /// `learners/<id>/tensors/<name>.npy`: of the version that `weights` beside it shows when this is opened.
+    LearnerTensor(LearnerId, u32),
     /// `gradients.safetensors` of the mount's own learner.
     NamedGradients,
     /// `learners/<id>/gradients.safetensors`.
@@ -129,8 +133,6 @@ pub enum FileKind {
     Dir,
     /// A regular file.
     File,
-    /// A symbolic link.
-    Link,
 }
 
 /// Any inode of the mount.
@@ -150,7 +152,7 @@ const README: u64 = 31;
 const TRACE: u64 = 30;
 
 /// Files of which a model has one each.
-const OF_MODEL: [File; 15] = [
+const OF_MODEL: [File; 16] = [
     File::Dir,
     File::Device,
     File::VersionText,
@@ -166,6 +168,7 @@ const OF_MODEL: [File; 15] = [
     File::NamedGradients,
     File::NamedPublish,
     File::HuggingFace,
+    File::Settings,
 ];
 /// Files of which a version has one each.
 const OF_VERSION: [fn(Version) -> File; 8] = [
@@ -179,7 +182,7 @@ const OF_VERSION: [fn(Version) -> File; 8] = [
     File::RetainedMeta,
 ];
 /// Files of which a learner has one each.
-const OF_LEARNER: [fn(LearnerId) -> File; 11] = [
+const OF_LEARNER: [fn(LearnerId) -> File; 10] = [
     File::Learner,
     |id| File::LearnerGradients(id, MapsTo::PageCache),
     |id| File::LearnerGradients(id, MapsTo::Memory),
@@ -187,7 +190,6 @@ const OF_LEARNER: [fn(LearnerId) -> File; 11] = [
     File::LearnerStatus,
     File::LearnerError,
     File::LearnerWeight,
-    File::LearnerTensors,
     File::LearnerNamedGradients,
     File::LearnerNamedPublish,
     File::LearnerAllReduce,
@@ -208,6 +210,8 @@ impl File {
             File::Companion(i) => (10, i, Version(1)),
             File::Publish(n) => (11, wide(n).0, wide(n).1),
             File::Temporary(n) => (12, wide(n).0, wide(n).1),
+            File::LearnerTensors(l, d) => (13, l.0, Version(u64::from(d))),
+            File::LearnerTensor(l, i) => (14, l.0, Version(u64::from(i))),
             file => {
                 if let Some(at) = OF_MODEL.iter().position(|of| *of == file) {
                     return (1, at as u32, NONE);
@@ -243,6 +247,8 @@ impl File {
             10 if version.0 == 1 => File::Companion(index),
             11 => File::Publish(wide),
             12 => File::Temporary(wide),
+            13 => File::LearnerTensors(learner, version.0 as u32),
+            14 => File::LearnerTensor(learner, version.0 as u32),
             _ => return None,
         })
     }
@@ -278,7 +284,8 @@ impl File {
             | File::LearnerStatus(id)
             | File::LearnerWeight(id)
             | File::LearnerSafetensors(id, _)
-            | File::LearnerTensors(id)
+            | File::LearnerTensors(id, _)
+            | File::LearnerTensor(id, _)
             | File::LearnerNamedGradients(id)
             | File::LearnerNamedPublish(id)
             | File::LearnerAllReduce(id)
@@ -341,6 +348,7 @@ impl File {
                 | File::RetainedTensors(..)
                 | File::Learners
                 | File::Learner(_)
+                | File::LearnerTensors(..)
                 | File::Controls
                 | File::HuggingFace
                 | File::RetainedHuggingFace(_)
@@ -352,7 +360,6 @@ impl Node {
     /// Its kind, as the kernel has it.
     pub fn kind(self) -> FileKind {
         match self {
-            Node::Model(_, File::LearnerTensors(_)) => FileKind::Link,
             node if node.is_dir() => FileKind::Dir,
             _ => FileKind::File,
         }
@@ -417,7 +424,7 @@ mod tests {
         check(Node::Readme);
         check(Node::Trace);
         for model in [0, 1, 255] {
-            for kind in 1..=12 {
+            for kind in 1..=14 {
                 for index in (0..20).chain([(1 << 20) - 1]) {
                     for version in (0..20).chain([(1 << 31) - 1]) {
                         if let Some(file) = File::from_parts(kind, index, Version(version)) {

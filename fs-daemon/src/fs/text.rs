@@ -10,6 +10,7 @@ use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::reducer::decimal;
+use libmodelio::vocabulary::settings_json;
 use serde_json::json;
 
 use super::model_tree::ModelTree;
@@ -45,10 +46,6 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
     let model = &tree.model;
     let status = model.job.status();
     let controls = model.job.controls();
-    let settings: serde_json::Map<String, serde_json::Value> = SETTINGS
-        .iter()
-        .map(|(name, _)| ((*name).to_owned(), json!(controls.get(name).unwrap_or_default())))
-        .collect();
     let host = nix::unistd::gethostname().ok().and_then(|host| host.into_string().ok());
     let learners: Vec<_> = status
         .members
@@ -181,7 +178,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "staged_bytes": model.traffic.staged.load(Ordering::Relaxed),
             "blocks_reduced_on_arrival": status.blocks_on_arrival,
         },
-        "control": settings,
+        "control": settings_json::all_of(&controls),
     });
     if let Some((policy, PullReport { pulls, pull, interval, bubble })) = status.pull {
         let seconds = |of: Option<Duration>| of.map(|of| (of.as_secs_f64() * 1e6).round() / 1e6);
@@ -255,9 +252,8 @@ pub fn error(tree: &ModelTree, file: File) -> CallResult<String> {
 ///
 /// # Errors
 /// ENOENT for one that there is not.
-pub fn setting(model: &Model, index: u32) -> CallResult<String> {
-    let (name, _) = SETTINGS.get(index as usize).ok_or_else(CallError::not_found)?;
-    Ok(format!("{}\n", model.job.controls().get(name).unwrap_or_default()))
+pub fn setting(model: &Model, name: &str) -> Option<String> {
+    Some(format!("{}\n", settings_json::get(&model.job.controls(), name)?))
 }
 
 fn round(seconds: f64) -> f64 {

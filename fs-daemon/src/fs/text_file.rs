@@ -1,6 +1,7 @@
 //! Small text files, which show the present state at each read. `control/*` can also be written: one value a
-//! file, set for the whole job. So can a learner's `weight`. What is written is a draft until a close applies it.
+//! file, set for the whole job; and `settings.json`, with several values that are set together. So can a learner's `weight`. What is written is a draft until a close applies it.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,6 +9,7 @@ use libmodelio::client::SetError;
 use libmodelio::contributor::Wrote;
 use libmodelio::vocabulary::controls::{ControlError, SETTINGS};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::settings_json::{SETTINGS_JSON, is_incomplete};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::{NoWeight, Weight};
 use parking_lot::Mutex;
@@ -87,7 +89,9 @@ impl Fs {
             File::LearnerWeight(id) => text::weight(&tree.model, id)?,
             File::LearnerStatus(id) => text::learner_status(&tree.model, id)?,
             File::Error | File::LearnerError(_) => text::error(tree, file)?,
-            File::Control(index) => text::setting(&tree.model, index)?,
+            File::Control(_) | File::Settings => setting_of(file)
+                .and_then(|name| text::setting(&tree.model, name))
+                .ok_or_else(CallError::not_found)?,
             _ => return Err(CallError::not_found()),
         })
     }
@@ -145,9 +149,9 @@ impl TextFile {
         let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
         let written = draft.write(offset, data, || self.present());
         let outcome = match written.map_err(|why| self.not_taken(why)) {
-            Ok(true) => self.check(&draft.unchecked(data.len())).map(|_| match self.node {
-                Node::Model(_, File::Control(_)) => Wrote::Asks,
-                _ => Wrote::Taken,
+            Ok(true) => self.check(&self.unchecked(&draft, data.len())).map(|_| match self.setting_name() {
+                Some(_) => Wrote::Asks,
+                None => Wrote::Taken,
             }),
             other => other.map(|_| Wrote::Taken),
         };
@@ -168,10 +172,18 @@ impl TextFile {
     pub fn judge(&self, len: usize, known: Result<(), ShardError>) -> CallResult<()> {
         let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
         let outcome = match known {
-            Ok(()) => self.check(&draft.unchecked(len)).and_then(|why| why.map_or(Ok(()), Err)),
+            Ok(()) => self.check(&self.unchecked(&draft, len)).and_then(|why| why.map_or(Ok(()), Err)),
             Err(error) => Err(self.unanswered(error)),
         };
         outcome.map_err(|error| self.refuse(&mut draft, error))
+    }
+
+    /// What to check of a draft whose last `len` bytes are new. A part of a JSON text is none.
+    fn unchecked<'a>(&self, draft: &'a Draft, len: usize) -> Cow<'a, [u8]> {
+        match self.setting_name() {
+            Some(SETTINGS_JSON) => Cow::Borrowed(draft.whole()),
+            _ => draft.unchecked(len),
+        }
     }
 
     fn refuse(&self, draft: &mut Draft, error: CallError) -> CallError {
@@ -211,10 +223,16 @@ impl TextFile {
                 tracing::info!(model = of_done, setting = name, value = written, "set");
                 done(Ok(()));
             }
-            Err(SetError::Refused(error)) => done(Err(invalid_value(name, &error.without_name()))),
-            Err(SetError::Unanswered(error)) => {
-                let error = unanswered(name, error);
-                refusal.note(&error, false);
+            Err(error) => {
+                let (error, is_noted) = match error {
+                    SetError::Refused(error) => {
+                        (invalid_value(name, &why(name, &error)), name == SETTINGS_JSON)
+                    }
+                    SetError::Unanswered(error) => (unanswered(name, error), true),
+                };
+                if is_noted {
+                    refusal.note(&error, false);
+                }
                 done(Err(error));
             }
         };
@@ -230,8 +248,12 @@ impl TextFile {
             return checked.map(|()| None);
         }
         let (tree, name, value) = self.setting(text)?;
+        // The rest of it is still to come.
+        if name == SETTINGS_JSON && is_incomplete(value) {
+            return Ok(None);
+        }
         let refused = tree.model.job.check_control(name, value).err();
-        let why = refused.as_ref().map(|error| invalid_value(name, &error.without_name()));
+        let why = refused.as_ref().map(|error| invalid_value(name, &why(name, error)));
         match refused {
             None | Some(ControlError::Conflict(_)) => Ok(why),
             Some(_) => why.map_or(Ok(None), Err),
@@ -242,16 +264,15 @@ impl TextFile {
     fn present(&self) -> String {
         let text = self.tree.as_ref().and_then(|tree| match self.node {
             Node::Model(_, File::LearnerWeight(id)) => text::weight(&tree.model, id).ok(),
-            Node::Model(_, File::Control(index)) => text::setting(&tree.model, index).ok(),
-            _ => None,
+            _ => text::setting(&tree.model, self.setting_name()?),
         });
         text.unwrap_or_default()
     }
 
     /// The setting that the file is, if it is one.
     fn setting_name(&self) -> Option<&'static str> {
-        let Node::Model(_, File::Control(index)) = self.node else { return None };
-        SETTINGS.get(index as usize).map(|(name, _)| *name)
+        let Node::Model(_, file) = self.node else { return None };
+        setting_of(file)
     }
 
     fn not_taken(&self, why: NotTaken) -> CallError {
@@ -274,6 +295,9 @@ impl TextFile {
 
     /// Keeps the reason where its learner's programs find it.
     fn note(&self, error: &CallError) {
+        if let (Node::Model(_, File::Settings), Some(tree)) = (self.node, &self.tree) {
+            tree.model.own_refusal.note(error, false);
+        }
         if let (Node::Model(_, File::LearnerWeight(id)), Some(tree)) = (self.node, &self.tree)
             && let Ok(learner) = tree.model.learner(id)
         {
@@ -296,10 +320,7 @@ impl TextFile {
 
     /// The setting to write, its model, and the new text.
     fn setting<'a>(&self, text: &'a [u8]) -> CallResult<(&Arc<ModelTree>, &'static str, &'a str)> {
-        let (Node::Model(_, File::Control(index)), Some(tree)) = (self.node, &self.tree) else {
-            return Err(not_writable());
-        };
-        let (name, _) = SETTINGS.get(index as usize).ok_or_else(CallError::not_found)?;
+        let (Some(name), Some(tree)) = (self.setting_name(), &self.tree) else { return Err(not_writable()) };
         let value = std::str::from_utf8(text).map_err(|_| invalid_value(name, "not text"))?;
         Ok((tree, name, value))
     }
@@ -313,12 +334,30 @@ fn invalid_weight(why: &str) -> CallError {
     CallError::new(libc::EINVAL, format!("weight: {why}"))
 }
 
+/// The setting that a file shows.
+pub(super) fn setting_of(file: File) -> Option<&'static str> {
+    match file {
+        File::Control(index) => SETTINGS.get(index as usize).map(|(name, _)| *name),
+        File::Settings => Some(SETTINGS_JSON),
+        _ => None,
+    }
+}
+
 /// Nobody said whether the setting was changed.
 fn unanswered(name: &str, error: ShardError) -> CallError {
     let CallError { errno, message, .. } = error.into();
-    CallError::new(errno, format!("control/{name}: {message}"))
+    CallError::new(errno, format!("{}: {message}", path_of(name)))
 }
 
 fn invalid_value(name: &str, why: &str) -> CallError {
-    CallError::new(libc::EINVAL, format!("control/{name}: {why}"))
+    CallError::new(libc::EINVAL, format!("{}: {why}", path_of(name)))
+}
+
+/// Why a value is refused. Of all settings together, the error's own name tells which one it is.
+fn why(name: &str, error: &ControlError) -> String {
+    if name == SETTINGS_JSON { error.to_string() } else { error.without_name() }
+}
+
+fn path_of(setting: &str) -> String {
+    if setting == SETTINGS_JSON { setting.to_owned() } else { format!("control/{setting}") }
 }

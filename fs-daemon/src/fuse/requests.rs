@@ -153,11 +153,6 @@ impl Filesystem for Binding {
         answer(self.caller("unlink", parent, request), reply)(outcome);
     }
 
-    fn readlink(&self, request: &Request, ino: INodeNo, reply: ReplyData) {
-        let caller = self.caller("readlink", ino, request);
-        answered!(caller, reply, self.fs().read_link(ino.0), path => reply.data(path.as_bytes()))
-    }
-
     fn mknod(
         &self,
         _request: &Request,
@@ -438,7 +433,6 @@ fn file_type(kind: FileKind) -> FileType {
     match kind {
         FileKind::Dir => FileType::Directory,
         FileKind::File => FileType::RegularFile,
-        FileKind::Link => FileType::Symlink,
     }
 }
 

@@ -373,7 +373,7 @@ int modelio_queue_event(modelio_handle handle);
 
 /*
  Copies the text of a file of the model, and of a learner, as a mount has it: "layout", "version", "status.json",
- "control/learning_rate", "control" (the names of all settings, a line each), "name", "header" (safetensors' JSON),
+ "settings.json", "control/learning_rate", "control" (the names of all settings, a line each), "name", "header" (safetensors' JSON),
  "versions/N/meta.json" of a version that is held; and of a learner also "status", "error" and "weight". The text has no
  zero at its end unless there is room for one.
 
@@ -381,10 +381,14 @@ int modelio_queue_event(modelio_handle handle);
 
  `file` is a string, and `buffer` has `size` bytes.
  */
-ptrdiff_t modelio_get(modelio_handle model_or_learner, const char *file, char *buffer, size_t size);
+ptrdiff_t modelio_get(modelio_handle model_or_learner,
+                      const char *file,
+                      char *buffer,
+                      size_t size);
 
 /*
- Writes the text of a file: "control/NAME" of a model sets a setting of the whole job, "weight" of a learner how much
+ Writes the text of a file: "control/NAME" of a model sets a setting of the whole job, "settings.json" those that its
+ object names, all or none, "weight" of a learner how much
  its contributions count from the next one on, "user.NAME" of a publication what is said of the version that it makes.
  When it has returned 0, the value holds.
 

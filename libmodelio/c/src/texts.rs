@@ -6,6 +6,7 @@ use std::sync::Arc;
 use libmodelio::formats::layout::layout_text;
 use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::layout::header;
+use libmodelio::vocabulary::settings_json::{self, SETTINGS_JSON};
 use libmodelio::vocabulary::weight::Weight;
 use libmodelio::{Job, Version, wait_for};
 use nix::errno::Errno;
@@ -36,10 +37,18 @@ fn of_model(model: &Model, name: &str) -> Outcome<String> {
         "error" => String::new(),
         name if name.starts_with("versions/") => meta(job, name).ok_or_else(|| no_file(name))?,
         name => {
-            let setting = name.strip_prefix("control/").ok_or_else(|| no_file(name))?;
-            format!("{}\n", job.controls().get(setting).ok_or_else(|| no_file(name))?)
+            let text = setting_of(name).and_then(|setting| settings_json::get(&job.controls(), setting));
+            format!("{}\n", text.ok_or_else(|| no_file(name))?)
         }
     })
+}
+
+/// The setting that a file shows.
+fn setting_of(name: &str) -> Option<&str> {
+    if name == SETTINGS_JSON {
+        return Some(name);
+    }
+    name.strip_prefix("control/").filter(|setting| *setting != SETTINGS_JSON)
 }
 
 /// `versions/<n>/meta.json` of a version that is here.
@@ -90,8 +99,6 @@ fn status(model: &Model) -> String {
         })
     });
     let controls = job.controls();
-    let settings =
-        SETTINGS.iter().filter_map(|(name, _)| Some(((*name).to_owned(), json!(controls.get(name)?))));
     json!({
         "model": job.model(),
         "state": status.state.name(),
@@ -109,13 +116,13 @@ fn status(model: &Model) -> String {
         "learning_rate": controls.learning_rate_after(status.version),
         "versions_in_memory": status.versions,
         "version_buffers": {"existing": status.buffers.0, "free": status.buffers.1, "no_memory": job.shortage()},
-        "control": settings.collect::<serde_json::Map<_, _>>(),
+        "control": settings_json::all_of(&controls),
     })
     .to_string()
 }
 
 /// Copies the text of a file of the model, and of a learner, as a mount has it: "layout", "version", "status.json",
-/// "control/learning_rate", "control" (the names of all settings, a line each), "name", "header" (safetensors' JSON),
+/// "settings.json", "control/learning_rate", "control" (the names of all settings, a line each), "name", "header" (safetensors' JSON),
 /// "versions/N/meta.json" of a version that is held; and of a learner also "status", "error" and "weight". The text has no
 /// zero at its end unless there is room for one.
 ///
@@ -147,7 +154,8 @@ pub unsafe extern "C" fn modelio_get(
     }))
 }
 
-/// Writes the text of a file: "control/NAME" of a model sets a setting of the whole job, "weight" of a learner how much
+/// Writes the text of a file: "control/NAME" of a model sets a setting of the whole job, "settings.json" those that its
+/// object names, all or none, "weight" of a learner how much
 /// its contributions count from the next one on, "user.NAME" of a publication what is said of the version that it makes.
 /// When it has returned 0, the value holds.
 ///
@@ -179,7 +187,7 @@ pub unsafe extern "C" fn modelio_set(
             }
             of => {
                 let model = of.unwrap_or_else(|learner| Arc::clone(&learner.model));
-                let setting = name.strip_prefix("control/").ok_or_else(|| no_file(name))?;
+                let setting = setting_of(name).ok_or_else(|| no_file(name))?;
                 let patience = timeout(timeout_ms);
                 Ok(wait_for(patience, |done| model.job.set_control(setting, value, patience, done))?)
             }

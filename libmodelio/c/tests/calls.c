@@ -60,6 +60,8 @@ static void wrong_calls_are_errors_and_change_nothing(const char *url)
 	expect(modelio_get(model, "nothing", text, sizeof text), -ENOENT, "nothing");
 	expect(modelio_set(model, "control/learning_rate", "fast", PATIENCE), -EINVAL, "fast");
 	expect(modelio_set(model, "control/no_such", "1", PATIENCE), -ENOENT, "no_such");
+	expect(modelio_set(model, "control/settings.json", "{}", PATIENCE), -ENOENT, "settings.json");
+	expect(modelio_set(model, "settings.json", "{\"learning_rate\": 9, \"momentum\": 2}", PATIENCE), -EINVAL, "momentum");
 	expect(modelio_set(model, "version", "1", PATIENCE), -ENOENT, NULL);
 	expect(modelio_publish(model, &none), 0, NULL);
 	expect(modelio_commit(none, PATIENCE), -EINVAL, "nothing was written");
@@ -102,7 +104,7 @@ static void a_contribution_counts_once(void)
 	expect(modelio_all_reduce(learner, "median", values, 2, PATIENCE), -EINVAL, "median");
 	expect(modelio_get(learner, "version", text, sizeof text), 2, NULL);
 	assert(!strcmp(text, "1\n"));
-	expect(modelio_set(model, "control/learning_rate", "0.5", PATIENCE), 0, NULL);
+	expect(modelio_set(model, "settings.json", "{\"learning_rate\": 0.5, \"carry\": \"1\"}", PATIENCE), 0, NULL);
 	expect(modelio_get(model, "control/learning_rate", text, sizeof text), 4, NULL);
 	assert(!strcmp(text, "0.5\n"));
 	expect(modelio_close(learner), 0, NULL);
@@ -263,11 +265,12 @@ static void a_forked_child_is_refused(void)
 
 int main(int count, char **arguments)
 {
-	assert(count == 3 && !strcmp(modelio_version(), "0.1.0") && !strcmp(modelio_error(), ""));
+	assert(count == 4 && !strcmp(modelio_version(), "0.1.0") && !strcmp(modelio_error(), ""));
 	ones = malloc(SIZE);
 	for (size_t at = 0; at < SIZE / sizeof *ones; at++)
 		ones[at] = 1;
-	expect(modelio_connect(arguments[1], NULL, &model), 0, NULL);
+	struct modelio_options options = { .transport = arguments[3] };
+	expect(modelio_connect(arguments[1], &options, &model), 0, NULL);
 	expect(modelio_queue(NULL, &queue), 0, NULL);
 	wrong_calls_are_errors_and_change_nothing(arguments[1]);
 	a_contribution_counts_once();

@@ -163,18 +163,20 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def _read(self, name: str) -> str:
         return (self.files.model / "control" / name).read_text()
 
-    def _write(self, name: str, text: str) -> None:
-        with self.files.explained(f"control/{name}"):
-            (self.files.model / "control" / name).write_text(f"{text}\n" if text else "")
+    def _write(self, wanted: Mapping[str, str]) -> None:
+        """Changes these settings, those that are others now, as one change."""
+        others = {name: text for name, text in wanted.items() if not told.same(name, self._read(name), text)}
+        if others:
+            with self.files.explained("settings.json"):
+                (self.files.model / "settings.json").write_text(f"{json.dumps(others)}\n")
 
     def _configure(self, wanted: Mapping[str, str]) -> None:
         """Rank 0 writes what the job does not have, and the others wait until it has all."""
+        if self.attached.world.rank == 0:
+            return self._write(wanted)
         deadline = time.monotonic() + job.START_TIMEOUT
         for name, text in wanted.items():
             while not told.same(name, self._read(name), text):
-                if self.attached.world.rank == 0:
-                    self._write(name, text)
-                    break
                 if time.monotonic() > deadline:
                     raise Timeout(f"control/{name} is {self._read(name)!r}: rank 0 should have written {text!r}")
                 time.sleep(job.LOOK)
@@ -216,28 +218,23 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._follows:
             return self._warn("the rates of this process do not count")
         wanted = self._wanted()
-        for name, text in wanted.items():
-            before = self._known[name]
-            if told.same(name, before, text):
-                continue
-            now = self._read(name)
-            if not told.same(name, now, text):
-                if not told.same(name, now, before):
-                    warnings.warn(
-                        f"control/{name} was {now.strip()!r}, and not {before!r} as this process knew it: somebody has "
-                        f"written it, or schedulers of ranks differ. It is {text!r} now",
-                        RuntimeWarning,
-                        stacklevel=4,
-                    )
-                self._write(name, text)
+        changed = {name: text for name, text in wanted.items() if not told.same(name, self._known[name], text)}
+        for name, text in changed.items():
+            before, now = self._known[name], self._read(name)
+            if not told.same(name, now, text) and not told.same(name, now, before):
+                warnings.warn(
+                    f"control/{name} was {now.strip()!r}, and not {before!r} as this process knew it: somebody has "
+                    f"written it, or schedulers of ranks differ. It is {text!r} now",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        self._write(changed)
         self._known = wanted
 
     def apply_settings(self) -> None:
         """Writes this process's rates and settings to a job that had begun when it came. One rank has to call it."""
         wanted = self._wanted()
-        for name, text in wanted.items():
-            if not told.same(name, self._read(name), text):
-                self._write(name, text)
+        self._write(wanted)
         self._known, self._hyper, self._follows = wanted, self._numbers(), False
 
     # Membership

@@ -35,10 +35,10 @@ impl Calls {
             Ok(request) => request,
             Err(error) => return done(Err(error)),
         };
-        self.memory_lookups.arrived(tid);
+        let led = self.led_lookups.arrived(tid, ino);
         if let Some(other) = request.other_inode() {
             // A thread that cannot be seen cannot be led to the memory: msync ships for it all the same.
-            let is_led = request.maps_memory && self.memory_lookups.lead(tid, ino, other);
+            let is_led = request.maps_memory && self.led_lookups.lead(tid, ino, other, None);
             if is_led || !request.maps_memory {
                 let what = "mapped with O_DIRECT and without are two inodes: open gradients by its path";
                 return done(Err(CallError::new(libc::ESTALE, what)));
@@ -55,7 +55,8 @@ impl Calls {
             let is_expected = |version| self.second_lookups.is_expected(tid, tree.index, *learner, version);
             named.is_some_and(is_expected)
         };
-        let Some(learner) = request.shows_newest_to().filter(|learner| !is_second_lookup(learner)) else {
+        let is_for = |learner: &Option<LearnerId>| led.is_none() && !is_second_lookup(learner);
+        let Some(learner) = request.shows_newest_to().filter(is_for) else {
             return self.open_when_settled(request, tid, done);
         };
         match (tree.model.job.freshness(learner), named) {
@@ -96,6 +97,11 @@ impl Calls {
     /// Opens a file, but not to write into a contribution of which it is not yet known whether it counts: its
     /// program is ending just now.
     fn open_when_settled(self: &Arc<Self>, request: OpenRequest, tid: u32, done: Done<Opened>) {
+        if let Some((to, version)) = self.fs.inode_of_version(&request)
+            && self.led_lookups.lead(tid, request.ino(), to, Some(version))
+        {
+            return done(Err(stale()));
+        }
         let learner = request.file().zip(request.contributes_as());
         let pending = learner.map(|((tree, _), learner)| (Arc::clone(tree), (tree.index, learner.id)));
         let Some((tree, learner)) = pending.filter(|(_, learner)| self.pending_exits.is_any(*learner)) else {

@@ -10,6 +10,7 @@ use super::{Action, ClientCore, Now, REPEAT_AFTER, Token};
 use crate::vocabulary::ids::{LearnerId, Step, Version};
 use crate::vocabulary::members::Attached;
 use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::settings_json;
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Granted, LearnerState, Message, Refusal};
 
@@ -365,7 +366,7 @@ impl ClientCore {
             }
             // The next state shows the setting.
             (Message::SetControl { name, value }, Ok(_)) => {
-                if let Ok(controls) = self.state.controls.with(name, value.trim()) {
+                if let Ok(controls) = settings_json::with(&self.state.controls, name, value.trim()) {
                     self.state.controls = controls;
                 }
             }

@@ -18,6 +18,7 @@ use crate::vocabulary::controls::ControlError;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::partly::MAX_PIECES;
+use crate::vocabulary::settings_json;
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Message, ReduceOp, Refusal};
 
@@ -390,7 +391,7 @@ impl Job {
     /// # Errors
     /// Why it does not fit.
     pub fn check_control(&self, name: &str, value: &str) -> Result<(), ControlError> {
-        let controls = self.controls().with(name, value)?;
+        let controls = settings_json::with(&self.controls(), name, value)?;
         controls.check_trainable(self.layout().is_trainable())?;
         let tensors = self.layout().tensors().iter().map(|tensor| (tensor.name.as_str(), tensor.dtype));
         controls.of_tensors(tensors).map(drop)
@@ -402,11 +403,11 @@ impl Job {
         self.request(Message::WithdrawAssign { token: NO_TOKEN }, timeout, plain(done));
     }
 
-    /// Changes one setting of the whole job. It takes effect at the next version. `done` is called before `timeout`
-    /// is over. If it is called with success, [`Self::controls`] shows the new value.
+    /// Changes one setting of the whole job, or several as one change ([`crate::vocabulary::settings_json`]). It takes
+    /// effect at the next version. `done` is called before `timeout` is over. If it is called with success, [`Self::controls`] shows the new value.
     pub fn set_control(&self, name: &str, value: &str, timeout: Duration, done: SetDone) {
         // A value that is wrong by itself is refused at once.
-        if let Err(error) = self.controls().with(name, value)
+        if let Err(error) = settings_json::with(&self.controls(), name, value)
             && !matches!(error, ControlError::Conflict(_))
         {
             return done(Err(error.into()));

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
+use libmodelio::vocabulary::settings_json;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Message, Refusal};
 
@@ -347,7 +348,7 @@ impl CoordinatorCore {
                         "a setting's name has up to {names} bytes, its value up to {values}"
                     )));
                 }
-                let controls = core.controls().with(&name, &value);
+                let controls = settings_json::with(core.controls(), &name, &value);
                 // Answers are kept, so their reasons must not be long.
                 let refused = |error: &dyn std::fmt::Display| {
                     Refusal::Control(error.to_string().chars().take(MAX_REASON).collect())
