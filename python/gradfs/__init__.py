@@ -44,9 +44,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def publish(
-    path: str | os.PathLike[str], values: Mapping[str, Any], meta: Mapping[str, str] | None = None
-) -> int:
+def publish(path: str | os.PathLike[str], values: Mapping[str, Any], meta: Mapping[str, str] | None = None) -> int:
     """Makes whole new weights, such as a state_dict, the next version of a model. See Model.publish."""
     return open(path).publish(values, meta)
 

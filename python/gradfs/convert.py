@@ -71,8 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("source", type=Path, help="a checkpoint of torch, a snapshot, or a safetensors file")
     parser.add_argument("to", type=Path, help="*.safetensors, *.pt, or a directory for a snapshot")
-    parser.add_argument("--optimizer", choices=("adam", "adamw"), help="which of the two, where the source does not tell")
-    parser.add_argument("--like", type=Path, help="a checkpoint whose optimizer has the wanted groups, with their settings and numbers")
+    parser.add_argument(
+        "--optimizer", choices=("adam", "adamw"), help="which of the two, where the source does not tell"
+    )
+    parser.add_argument(
+        "--like", type=Path, help="a checkpoint whose optimizer has the wanted groups, with their settings and numbers"
+    )
     options = parser.parse_args(arguments)
     try:
         convert(options.source, options.to, options.optimizer, options.like)
@@ -338,7 +342,9 @@ def crc32c(data: bytes) -> int:
         lanes = table[(lanes ^ column) & 255] ^ lanes >> 8
     state, over = 0, _over_lane()
     for lane in lanes.tolist():
-        state = over[0][state & 255] ^ over[1][state >> 8 & 255] ^ over[2][state >> 16 & 255] ^ over[3][state >> 24] ^ lane
+        state = (
+            over[0][state & 255] ^ over[1][state >> 8 & 255] ^ over[2][state >> 16 & 255] ^ over[3][state >> 24] ^ lane
+        )
     return state ^ 0xFFFFFFFF
 
 

@@ -30,9 +30,7 @@ _ALIGNMENT = 8
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
 
 
-def create_from(
-    source: Any, to: str | os.PathLike[str], files_from: str | os.PathLike[str] | None = None
-) -> Path:
+def create_from(source: Any, to: str | os.PathLike[str], files_from: str | os.PathLike[str] | None = None) -> Path:
     """Writes the first file of a model, and returns its path.
 
     `source` is a torch module, or a mapping of names to arrays. Of a module, the file has the parameters under the

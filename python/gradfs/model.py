@@ -160,7 +160,9 @@ def _check_meta(meta: Mapping[str, str]) -> None:
         if "\0" in name + text:
             raise Refused(f"publish: the metadata {name!r} has a zero byte")
         if not 0 < length <= _LONGEST_NAME or name.startswith("gradfs."):
-            raise Refused(f"publish: {name!r} is no name for metadata: use up to {_LONGEST_NAME} bytes, not 'gradfs.' in front")
+            raise Refused(
+                f"publish: {name!r} is no name for metadata: use up to {_LONGEST_NAME} bytes, not 'gradfs.' in front"
+            )
         size += length + more
     if size > _MOST_META:
         raise Refused(f"publish: the metadata takes {size} bytes, and a version keeps {_MOST_META}")

@@ -68,7 +68,9 @@ class Weights(Mapping[str, View]):
             try:
                 described = arrays.writable(name, target)
                 if described.shape != tensor.shape:
-                    raise Refused(f"{name}: the shape is {list(described.shape)}, and {list(tensor.shape)} in the model")
+                    raise Refused(
+                        f"{name}: the shape is {list(described.shape)}, and {list(tensor.shape)} in the model"
+                    )
                 if not arrays.converts(tensor.dtype, described.dtype):
                     raise Refused(f"{name}: the type is {described.dtype}, and {tensor.dtype} in the model")
             except Refused as error:

@@ -140,7 +140,7 @@ def test_memory_that_is_lent_counts_as_open_and_refusals_have_words(model):
         memory.close()
     for version in (1, 99):
         with pytest.raises(gradfs.GradfsError, match=f"memfd: version {version} is not here") as refused:
-            until(lambda: model.memfd(version).close())
+            until(lambda version=version: model.memfd(version).close())
         assert refused.value.errno == errno.ENOENT
     with pytest.raises(TypeError, match="cannot pickle"), model.memfd() as memory:
         pickle.dumps(memory)

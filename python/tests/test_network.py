@@ -39,7 +39,7 @@ def test_a_url_that_leads_nowhere_is_an_error_with_words(url):
 
 def test_without_the_library_the_error_says_how_to_build_it(program, url):
     environment = {"MODELIO_LIBRARY": "/nothing", "LD_LIBRARY_PATH": ""}
-    text = "import os\nos.environ.update(%r)\n" % environment + PROLOGUE
+    text = f"import os\nos.environ.update({environment!r})\n" + PROLOGUE
     _, err = program(text, url).communicate(timeout=HANGS)
     assert "scripts/library builds" in err
 
@@ -139,7 +139,7 @@ def test_ctrl_c_ends_a_commit_that_waits_and_takes_it_back(url, program):
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "committed False\n"
         other.push({"w": ONES})
-        out, err = process.communicate(timeout=HANGS)
+        _, err = process.communicate(timeout=HANGS)
         assert process.returncode == 0, err
         assert value(other) == 2
 

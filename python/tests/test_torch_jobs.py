@@ -264,7 +264,7 @@ def test_a_rank_that_ends_in_the_middle_of_backward_leaves_no_half_step_and_come
     assert len(steps(1) & set(range(6))) == 5, "its steps before that count"
     assert steps(0) == set(range(1, len(steps(0)) + 1)), "the other one takes part in every version"
     reference = [torch.nn.Parameter(p) for p in torch.load(tmp_path / "first.pt")]
-    sgd = torch.optim.SGD(reference, **eval(f"dict({_SGD})"))  # noqa: S307
+    sgd = torch.optim.SGD(reference, **eval(f"dict({_SGD})"))
     largest = 0.0
     for version in sorted(steps(0)):
         logged = [torch.load(tmp_path / f"{rank}-{version}.pt") for rank in range(2) if version in steps(rank)]

@@ -84,7 +84,9 @@ def share(data: Sized | DataLoader[object], **options: Any) -> Share | DataLoade
     shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
     if not shuffled and type(sampler) is not SequentialSampler:
         name = type(sampler).__name__
-        raise TypeError(f"share takes a loader of all samples, in order or shuffled, and this one's {name} chooses others")
+        raise TypeError(
+            f"share takes a loader of all samples, in order or shuffled, and this one's {name} chooses others"
+        )
     return DataLoader(
         data.dataset,
         batch_size=data.batch_size,
