@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import arrays, first_file
+from . import arrays, first_file, job
 from .errors import GradfsError, Refused
 from .layout import BITS, Tensor
 
@@ -51,6 +51,8 @@ _KINDS = {
 }
 _BLOCK_SIZE = 256 << 10
 _REDUCED = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+# Buffers that a checkpoint has among its weights: what the ranks average, and what they count.
+_AVERAGED, _COUNTED = ("running_mean", "running_var"), ("num_batches_tracked",)
 # The polynomial of CRC32C, reflected, and the bytes of a lane: a block's lanes are computed side by side.
 _POLYNOMIAL = 0x82F63B78
 _LANE = 512
@@ -146,8 +148,7 @@ def _names(path: Path, weights: Mapping[str, Any], groups: list[dict[str, Any]])
     if all("param_names" in group for group in groups):
         given = [name.removeprefix("module.") for group in groups for name in group["param_names"]]
         return dict(zip(keys, given))
-    buffers = ("running_mean", "running_var", "num_batches_tracked")
-    names = [name for name in weights if name.rpartition(".")[2] not in buffers]
+    names = [name for name in weights if name.rpartition(".")[2] not in _AVERAGED + _COUNTED]
     if len(groups) > 1 or len(names) != len(keys):
         raise Refused(f"{path}: nothing tells which of the optimizer's {len(keys)} parameters is which; {_HOW_TO_NAME}")
     return dict(zip(keys, names))
@@ -188,7 +189,10 @@ def _settings(groups: list[dict[str, Any]], reducer: str, weights: Mapping[str, 
     if "betas" in first:
         numbers["beta1"], numbers["beta2"] = first["betas"]
     trained = {name for group in groups for name in group["params"]}
-    frozen = [_pattern(name) for name, value in weights.items() if name not in trained and _is_reduced(name, value)]
+    others = [name for name, value in weights.items() if name not in trained and _is_reduced(name, value)]
+    averaged = [name for name in others if _is_averaged(name)]
+    rules += [f"{_pattern(name)} reducer=average" for name in averaged]
+    frozen = [_pattern(name) for name in others if name not in averaged]
     texts = {name: repr(float(value)) for name, value in numbers.items()}
     return {"reducer": reducer, "tensors": "\n".join(rules), "frozen": "\n".join(frozen), **texts}
 
@@ -196,6 +200,10 @@ def _settings(groups: list[dict[str, Any]], reducer: str, weights: Mapping[str, 
 def _pattern(name: str) -> str:
     """A name as a pattern, in which `?` stands for a space."""
     return "".join("?" if letter.isspace() else letter for letter in name)
+
+
+def _is_averaged(name: str) -> bool:
+    return name.rpartition(".")[2] in _AVERAGED
 
 
 def _is_reduced(name: str, value: Any) -> bool:
@@ -213,6 +221,8 @@ def _write_snapshot(checkpoint: Checkpoint, to: Path, optimizer: str | None) -> 
     described = {name: arrays.describe(name, value) for name, value in checkpoint.weights.items()}
     # The order in which a model's tensors lie.
     names = sorted(described, key=lambda name: -BITS[described[name].dtype])
+    trained = {name for group in checkpoint.groups for name in group["params"]}
+    averaged = {name for name in names if _is_averaged(name) and name not in trained}
     state: dict[str, Any] = {}
     steps = []
     for name in names:
@@ -223,7 +233,7 @@ def _write_snapshot(checkpoint: Checkpoint, to: Path, optimizer: str | None) -> 
         if dtype not in _REDUCED:
             continue
         wide = torch.float64 if dtype == "F64" else torch.float32
-        for kind in _KINDS[reducer].state:
+        for kind in () if name in averaged else _KINDS[reducer].state:
             value = kept.get(kind)
             state[f"{kind}.{name}"] = torch.zeros(weight.shape, dtype=wide) if value is None else value.to(wide)
         state[f"step.{name}"] = torch.tensor(float(steps[-1]))
@@ -241,6 +251,9 @@ def _write_snapshot(checkpoint: Checkpoint, to: Path, optimizer: str | None) -> 
         "metadata": metadata, "id": os.urandom(8).hex(),
         "files": [_checked(to / name) for name in ("model.safetensors", "optimizer.safetensors")],
     }  # fmt: skip
+    if averaged:
+        kinds = ["average" if name in averaged else reducer for name in names]
+        manifest["reducers"] = [[len(list(run)), kind] for kind, run in itertools.groupby(kinds)]
     text = json.dumps(manifest, separators=(",", ":"))[:-1].encode()
     with first_file.replacing(to / "manifest.json") as file:
         file.write(text + f',\n"checksum": "{crc32c(text):08x}"}}\n'.encode())
@@ -260,16 +273,22 @@ def _of_snapshot(path: Path) -> dict[str, Any]:
         file = path / name if (path / name).exists() else path / f"{name}.{manifest.get('id')}"
         if name.endswith(".safetensors"):
             (kept if name.startswith("optimizer") else weights).update(_tensors(file))
+    if job.extra_of(path).exists():
+        # The job has the first values of counters.
+        weights.update(torch.load(job.extra_of(path), weights_only=True)["counters"])
     settings, reducer = manifest["settings"], manifest["optimizer"]
-    if reducer not in _KINDS or "reducers" in manifest:
-        raise Refused(f"torch has no optimizer for {'several reducers' if 'reducers' in manifest else reducer}")
+    kinds = [kind for count, kind in manifest.get("reducers", []) for _ in range(count)]
+    averaged = {name for (name, *_), kind in zip(manifest["tensors"], kinds) if kind == "average"}
+    others = {*kinds} - {reducer, "average"}
+    if reducer not in _KINDS or others:
+        raise Refused(f"torch has no optimizer for {', '.join(sorted(others)) or reducer}")
     # Values of narrow types are rounded in `weights`. The optimizer's masters are not.
     result: dict[str, Any] = {"model": weights, "version": manifest["version"]}
     masters = {key.partition(".")[2]: value for key, value in kept.items() if key.startswith("master.")}
     if masters:
         result["masters"] = masters
     frozen = set(settings["frozen"].split())
-    names = [name for name in weights if f"step.{name}" in kept and name not in frozen]
+    names = [name for name in weights if f"step.{name}" in kept and name not in frozen | averaged]
     state: dict[str, dict[str, Any]] = {}
     for name in names:
         # torch makes the state at the first step of a parameter, and Adagrad's at once.

@@ -33,6 +33,8 @@ from gradfs.errors import GradfsError, Timeout
 
 #: The model's directory in a job's mount.
 MODEL = "model"
+#: What rank 0 leaves of its process in the job's directory when it ends, as `RemoteOptimizer.save` has it.
+EXTRA = "extra.pt"
 #: Seconds that a rank waits for the job to be started, where ``GRADFS_START_TIMEOUT`` says nothing else.
 START_TIMEOUT = 600.0
 #: Seconds between two looks at a file that cannot be polled.
@@ -85,12 +87,29 @@ def binary(environ: Mapping[str, str] = os.environ) -> str:
     return found
 
 
-def command(*arguments: str) -> None:
-    """Runs ``gradfs ARGUMENTS``. GradfsError has what it printed if it fails."""
+def command(*arguments: str) -> str:
+    """What ``gradfs ARGUMENTS`` prints. GradfsError has what it said if it fails."""
     done = subprocess.run([binary(), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
         raise GradfsError(f"gradfs {arguments[0]} failed: {said}")
+    return done.stdout
+
+
+def keep_extra(file: Path, snapshot: Path) -> None:
+    """Moves the file to the snapshot, as the one of its version. One that is there stays."""
+    kept = extra_of(snapshot)
+    if not kept.exists():
+        shutil.move(file, kept)
+    for other in snapshot.glob("extra-*.pt"):
+        if other != kept:
+            other.unlink(missing_ok=True)
+
+
+def extra_of(snapshot: Path) -> Path:
+    """Where a snapshot has what a job does not know: `RemoteOptimizer.save` writes it."""
+    version = int(json.loads((snapshot / "manifest.json").read_text())["version"])
+    return snapshot / f"extra-{version}.pt"
 
 
 @dataclass
@@ -177,6 +196,7 @@ def clear(directory: Path) -> None:
     if _runs(mount / MODEL) and not _is_stale(directory, mount / MODEL):
         raise GradfsError(f"a job runs in {directory}: take another directory")
     unmount(mount)
+    (directory / EXTRA).unlink(missing_ok=True)
 
 
 def _directory(place: World, environ: Mapping[str, str]) -> tuple[Path, str]:
@@ -254,7 +274,8 @@ def _mount(mount: Path, name: str, environ: Mapping[str, str]) -> None:
         return
     while True:
         try:
-            return command("mount", "--background", str(mount), name)
+            command("mount", "--background", str(mount), name)
+            return
         except GradfsError:
             if time.monotonic() > deadline:
                 raise

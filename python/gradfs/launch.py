@@ -160,7 +160,9 @@ class _Ranks:
     def _save(self, to: str) -> int:
         try:
             job.command("save", str(self.directory / "mount" / job.MODEL), to, "--replace")
-        except GradfsError as error:
+            if (self.directory / job.EXTRA).exists():
+                job.keep_extra(self.directory / job.EXTRA, Path(to))
+        except (GradfsError, OSError) as error:
             print(f"gradfs.launch: {error}", file=sys.stderr)
             return 1
         return 0

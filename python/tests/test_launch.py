@@ -22,7 +22,7 @@ from torch_support import (
     written,
 )
 
-from gradfs import job
+from gradfs import convert, job
 from gradfs.errors import GradfsError
 
 pytestmark = needs_a_mount()
@@ -119,11 +119,17 @@ def test_the_job_is_saved_at_the_end_and_unmounted(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from torch_support import torch
 
-    program = written(tmp_path / "p.py", _TRAINS)
-    out = succeeded(launch(2, program, options=("--save", "snapshot")))
+    model = "torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))"
+    code = _TRAINS.replace("torch.nn.Linear(2, 2)", model).replace("torch.ones(1, 2)", "torch.eye(2)")
+    out = succeeded(launch(2, written(tmp_path / "p.py", code), options=("--save", "snapshot")))
     saved = load_file(tmp_path / "snapshot" / "model.safetensors")
+    # The checkpoint that is made of it has counters, too.
+    assert convert.main([str(tmp_path / "snapshot"), str(tmp_path / "back.pt")]) == 0
+    converted = torch.load(tmp_path / "back.pt")["model"]
     for key, value in torch.load(tmp_path / "0.pt").items():
-        assert torch.equal(saved[key], value)
+        assert torch.equal(converted[key], value), key
+        assert torch.equal(saved[key], value) or key == "0.num_batches_tracked"
+    assert converted["0.num_batches_tracked"] == 3
     assert out.split()[1] not in mounts() and not Path(out.split()[1]).parent.exists()
 
 

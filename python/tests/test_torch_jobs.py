@@ -385,7 +385,18 @@ def test_processes_on_several_hosts_train_over_shards(tmp_path: Path) -> None:
     try:
         program = written(
             tmp_path / "program.py",
-            _ONE_NUMBER + "\n    sys.stdout.write(f'{rank} {step(2 * rank)} {step(2 * rank)}\\n')\n",
+            _ONE_NUMBER
+            + """
+    sys.stdout.write(f'{rank} {step(2 * rank)} {step(2 * rank)}\\n')
+    seen = []
+    for sample in dist.share(range(60), shuffle=False):
+        seen.append(sample)
+        step(0)
+        if rank == 1 and len(seen) == 4:
+            break
+        time.sleep(0.1)
+    print(seen, file=open(f"seen{rank}", "w"))
+    """,
         )
         code = f"""
 import os, subprocess, sys
@@ -399,6 +410,11 @@ sys.exit(max(rank.wait() for rank in ranks))
             (tmp_path / f"host{i}").mkdir()
         out = succeeded(run([sys.executable, "-c", code], tmp_path))
         assert sorted(out.splitlines()) == ["0 -1.0 -2.0", "1 -1.0 -2.0"]
+        first, second = (json.loads((tmp_path / f"seen{rank}").read_text()) for rank in range(2))
+        assert second == [1, 3, 5, 7], "it leaves"
+        alone = first.index(next(sample for sample in first if sample % 2))
+        assert first[:alone] == [*range(0, 2 * alone, 2)], "they share the samples"
+        assert first[alone:] == [*range(first[alone], 60)], "what is left is of the one that is left"
         assert not [mount for mount in mounts() if mount.startswith(str(tmp_path))]
     finally:
         shard.terminate()

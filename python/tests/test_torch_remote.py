@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch_support import alone, mounts, needs_a_mount, torch
 
+from gradfs import convert
 from gradfs.errors import Closed, GradfsError, Refused
 
 pytestmark = needs_a_mount()
@@ -562,6 +563,51 @@ def test_a_saved_job_goes_on_with_its_extra(tmp_path: Any) -> None:
     for key, value in module.state_dict().items():
         assert torch.equal(value, other.state_dict()[key]), key
         assert value.dtype.is_floating_point is False or not torch.equal(value, first[key])
+
+
+def test_a_checkpoint_with_batch_norm_becomes_a_job_and_a_checkpoint_again(tmp_path: Any) -> None:
+    """Running means are averaged in the job, and counters are kept: the training is the one without a job."""
+
+    def parts() -> Any:
+        torch.manual_seed(0)
+        # A bias before BatchNorm has no gradient but roundings.
+        first = torch.nn.Linear(8, 16, bias=False)
+        module = torch.nn.Sequential(first, torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+        return module, torch.optim.Adam(module.parameters(), lr=0.1)
+
+    def trained(module: Any, inner: Any, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            inner.zero_grad()
+            _backward(module, step)
+            inner.step()
+
+    def same(one: Any, other: Any) -> None:
+        assert set(one) == set(other)
+        for key, value in one.items():
+            torch.testing.assert_close(value, other[key], rtol=1e-4, atol=1e-6)
+
+    module, inner = parts()
+    trained(module, inner, 0, 3)
+    old = tmp_path / "old.pt"
+    torch.save({"model": module.state_dict(), "optimizer": inner.state_dict()}, old)
+    convert.convert(old, tmp_path / "snapshot", "adam")
+    other, other_inner = parts()
+    with alone() as dist:
+        optimizer = dist.remote(other_inner, other, resume=tmp_path / "snapshot")
+        assert other[1].num_batches_tracked == 3
+        trained(other, optimizer, 3, 6)
+        optimizer.save(tmp_path / "again")
+    trained(module, inner, 3, 6)
+    same(other.state_dict(), module.state_dict())
+    convert.convert(tmp_path / "again", tmp_path / "new.pt", like=old)
+    new = torch.load(tmp_path / "new.pt", weights_only=True)
+    assert new["model"]["1.num_batches_tracked"] == 6
+    third, third_inner = parts()
+    third.load_state_dict(new["model"])
+    third_inner.load_state_dict(new["optimizer"])
+    for one, with_inner in ((module, inner), (third, third_inner)):
+        trained(one, with_inner, 6, 8)
+    same(third.state_dict(), module.state_dict())
 
 
 def test_a_save_replaces_the_one_before(tmp_path: Any) -> None:

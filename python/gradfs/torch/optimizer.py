@@ -31,7 +31,6 @@ MEASURED_STEPS = 4
 MARGIN = 1.1
 #: Tensors that a message names; it counts the others.
 MOST_NAMED = 20
-_EXTRA = "extra-{}.pt"
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
@@ -302,6 +301,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             hook.remove()
         self._sync.is_remote = False
         self._staging.close()
+        if self.attached.world.rank == 0 and "GRADFS_JOB_DIR" in os.environ:
+            with contextlib.suppress(OSError):
+                self._keep(Path(os.environ["GRADFS_JOB_DIR"]) / job.EXTRA)
         self._leave()
 
     # A step
@@ -489,15 +491,15 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self.attached.world.rank != 0:
             return
         job.command("save", str(self.files.model), os.fspath(path), "--replace")
-        version = _version_of(Path(path))
+        job.extra_of(Path(path)).unlink(missing_ok=True)
+        self._keep(Path(path) / job.EXTRA, extra)
+        job.keep_extra(Path(path) / job.EXTRA, Path(path))
+
+    def _keep(self, file: Path, extra: Mapping[str, Any] | None = None) -> None:
         counters = {name: b for b, name in self._names.items() if not b.is_floating_point()}
-        kept = {"extra": dict(extra or {}), "groups": self.state_dict()["param_groups"], "counters": counters}
-        file = Path(path) / _EXTRA.format(version)
-        torch.save(kept, file.with_suffix(".new"))
-        file.with_suffix(".new").rename(file)
-        for other in Path(path).glob(_EXTRA.format("*")):
-            if other != file:
-                other.unlink(missing_ok=True)
+        torch.save(
+            {"extra": dict(extra or {}), "groups": self.state_dict()["param_groups"], "counters": counters}, file
+        )
 
     def load_extra(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """The `extra` of the snapshot in `path`, by default of the one that the job goes on from.
@@ -508,7 +510,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         directory = Path(path if path is not None else self.attached.resumed or "")
         if not str(directory) or not (directory / "manifest.json").exists():
             raise Refused(f"load_extra: {str(directory) or 'the job'} is no snapshot: name its directory")
-        file = directory / _EXTRA.format(_version_of(directory))
+        file = job.extra_of(directory)
         if not file.exists():
             raise Refused(f"{directory} has no extra of its version: it was not saved by RemoteOptimizer.save")
         kept = torch.load(file, weights_only=True)
@@ -531,10 +533,6 @@ def _is_begun(state: Mapping[str, Any]) -> bool:
     """Whether a tensor's state is that of an optimizer that has made steps. Adagrad has some before the first."""
     kept = {option: value for option, value in state.items() if value is not None}
     return bool(kept) and float(kept.get("step", 1)) > 0
-
-
-def _version_of(snapshot: Path) -> int:
-    return int(json.loads((snapshot / "manifest.json").read_text())["version"])
 
 
 def _hooked(optimizer: weakref.ref[RemoteOptimizer], slot: Slot) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sized
@@ -12,10 +13,13 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from gradfs import job
 from gradfs.torch import process
 
 #: Seconds for which a look at the learners is good.
 LOOK = 0.5
+#: Seconds for which the coordinator's list is good, while as many learners contribute to each version.
+ASK = 5.0
 
 
 class Share(Sampler[int]):
@@ -74,7 +78,7 @@ def share(data: Sized | DataLoader[object], **options: Any) -> Share | DataLoade
 
     `shuffle`, `seed` and `drop_last` are those of `DistributedSampler`: a loader that shuffles does so by `seed`. A loader
     with a sampler or batch sampler of its own, or of an iterable dataset, is TypeError: give its dataset, and build the
-    loader from the sampler. With mounts on several hosts, the shares stay those of the ranks that were started.
+    loader from the sampler.
     """
     if not isinstance(data, DataLoader):
         return Share(data, **options)
@@ -110,17 +114,25 @@ def _name() -> str:
 
 
 def _learners() -> list[str]:
-    """The job's learners, in an order that all of them see: that of the ranks.
-
-    A mount lists its own learners. So with several mounts they are the ranks that were started, whoever has left.
-    """
+    """The job's learners, in an order that all of them see: that of the ranks."""
     attached = process.attached()
-    if attached is not None and not attached.world.on_one_host:
-        return [f"rank{rank}" for rank in range(attached.world.size)]
-    return _listed(process.learner(), int(time.monotonic() / LOOK))
+    on_one_host = attached is None or attached.world.on_one_host
+    return _listed(process.learner(), on_one_host, time.monotonic() // LOOK)
 
 
 @functools.lru_cache(maxsize=1)
-def _listed(learner: Path, moment: int) -> list[str]:
-    names = {entry.name for entry in learner.parent.iterdir()} | {learner.name}
-    return sorted(names, key=lambda name: (len(name), name))
+def _listed(learner: Path, on_one_host: bool, moment: float) -> list[str]:
+    if on_one_host:
+        names = frozenset(entry.name for entry in learner.parent.iterdir())
+    else:
+        # A mount has directories of its own learners alone.
+        model = learner.parent.parent
+        contributed = json.loads((model / "status.json").read_text())["contributions_of_newest_version"]
+        names = _on_all_hosts(model, contributed, time.monotonic() // ASK)
+    return sorted(names | {learner.name}, key=lambda name: (len(name), name))
+
+
+@functools.lru_cache(maxsize=1)
+def _on_all_hosts(model: Path, contributed: int, moment: float) -> frozenset[str]:
+    status = json.loads(job.command("status", "--json", str(model)))
+    return frozenset(member["id"] for of in status["models"] for member in of["learners"])
