@@ -349,7 +349,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             raise Closed("the process has left the job")
         loss = None
         if closure is not None:
-            with torch.enable_grad():  # type: ignore[no-untyped-call]
+            with torch.enable_grad():
                 loss = closure()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         found = getattr(self, "found_inf", None)
