@@ -29,6 +29,7 @@ use libmodelio::vocabulary::meta::{self, Meta};
 use parking_lot::{Mutex, RwLock};
 
 use crate::session::error::{CallError, CallResult};
+use crate::session::learner::Learner;
 use crate::session::model::{Model, OnlyOne};
 
 pub use attr::{Attributes, Keep};
@@ -56,6 +57,9 @@ const SHAPE: &str = "user.gradfs.shape";
 const ERROR: &str = "user.gradfs.error";
 /// Where to borrow the memory, and the key to it. It is in no list: copies of a file should not have it.
 const MEMORY: &str = "user.gradfs.memory";
+
+/// Where a learner's `tensors` leads.
+pub const TENSORS_LINK: &str = "../../tensors";
 
 /// The filesystem of one mount.
 pub struct Fs {
@@ -267,6 +271,21 @@ impl Fs {
         }
     }
 
+    /// The learner whose `tensors` a symbolic link is, and its model. It leads to [`TENSORS_LINK`].
+    ///
+    /// # Errors
+    /// EINVAL for other files, ENOENT.
+    pub fn link_of(&self, ino: u64) -> CallResult<(Arc<ModelTree>, Arc<Learner>)> {
+        match self.node(ino)? {
+            Node::Model(index, File::LearnerTensors(id)) => {
+                let tree = self.tree(index)?;
+                let learner = tree.model.learner(id)?;
+                Ok((tree, learner))
+            }
+            _ => Err(CallError::new(libc::EINVAL, "no symbolic link")),
+        }
+    }
+
     /// Names of the extended attributes of an inode.
     ///
     /// # Errors
@@ -353,14 +372,12 @@ pub fn stale() -> CallError {
 fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
     let tensors = tree.model.layout.tensors();
     let of_tensor = match file {
-        File::Tensor(_, index) | File::RetainedTensor(_, index) | File::LearnerTensor(_, index) => {
-            Some(tensors.get(index as usize)?)
-        }
+        File::Tensor(_, index) | File::RetainedTensor(_, index) => Some(tensors.get(index as usize)?),
         // A model of one tensor is that tensor.
         _ if tensors.len() == 1 => tensors.first(),
         _ => None,
     };
-    let has_data = (file.version().is_some() || matches!(file, File::LearnerTensor(..)))
+    let has_data = file.version().is_some()
         && !file.is_dir()
         && !matches!(file, File::RetainedText(_) | File::RetainedMeta(_));
     let takes_data =

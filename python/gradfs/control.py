@@ -14,6 +14,8 @@ from .places import Place
 
 # Rules and patterns, one a line. Only these may be empty.
 _LISTS = ("frozen", "tensors")
+# Letters of the names of settings that an error has.
+_MOST_SAID = 200
 
 
 class Control(MutableMapping[str, Any]):
@@ -63,7 +65,7 @@ class Control(MutableMapping[str, Any]):
             if name not in known:
                 raise self._unknown(name)
         text = json.dumps({name: _text(value) for name, value in settings.items()})
-        with explained(f"settings.json = {text}", self._model):
+        with explained(f"settings.json of {', '.join(settings)}"[:_MOST_SAID], self._model):
             self._place.write(os.path.join(self._model, "settings.json"), f"{text}\n")
 
     def _path(self, name: str) -> str:

@@ -64,6 +64,15 @@ def test_update_takes_settings_that_depend_on_each_other_in_any_order(control):
     assert (control["min_learners"], control["staleness_aware"]) == ("3", "true")
 
 
+def test_update_takes_what_each_setting_takes(control):
+    lines = ["b*"] * 20_000
+    control.update(frozen=lines)
+    assert control["frozen"].splitlines() == lines
+    with pytest.raises(gradfs.Refused) as error:
+        control.update(frozen=lines, learning_rate="x" * 5000)
+    assert len(str(error.value)) < 1000
+
+
 def test_update_sets_what_is_given_and_not_the_reducers_defaults(control):
     control.update(weight_decay=0, reducer="adamw", epsilon=1e-8)
     assert (control["reducer"], control["weight_decay"]) == ("adamw", "0")

@@ -8,7 +8,7 @@ use super::model_tree::ModelTree;
 use super::node::{File, FileKind, Node};
 use super::text;
 use super::text_file::setting_of;
-use super::{FileUse, Fs, Owner};
+use super::{FileUse, Fs, Owner, TENSORS_LINK};
 use crate::session::error::{CallError, CallResult};
 use crate::session::model::Model;
 
@@ -21,7 +21,7 @@ pub struct Attributes {
     pub size: u64,
     /// Permission bits.
     pub mode: u16,
-    /// Directory or regular file.
+    /// Directory, link or regular file.
     pub kind: FileKind,
     /// Links: subdirectories and two for a directory.
     pub links: u32,
@@ -151,15 +151,10 @@ impl Fs {
                 let file = tree.temporaries.get(n).ok_or_else(CallError::not_found)?;
                 Attributes { size: file.size(), uid: file.owner.0, gid: file.owner.1, ..base }
             }
-            File::LearnerTensors(id, directory) => {
+            File::LearnerTensors(id) => {
                 model.learner(id)?;
-                Attributes { links: 2 + tree.paths.get(directory)?.directories.len() as u32, ..sized(0) }
+                sized(TENSORS_LINK.len() as u64)
             }
-            File::LearnerTensor(id, i) if (i as usize) < model.layout.tensors().len() => {
-                model.learner(id)?;
-                sized(tree.npy_size(i))
-            }
-            File::LearnerTensor(..) => return Err(CallError::not_found()),
             File::VersionText | File::LearnerVersion(_) => sized(text_len(model.job.offered_version())),
             File::Status => of_text(text::status(tree, &self.mount_status())),
             File::Layout => Attributes { size: tree.layout.len() as u64, keep: Keep::Forever, ..base },
@@ -170,7 +165,7 @@ impl Fs {
                     Some(dropped) => dropped.joined,
                     None => model.learner(id)?.joined,
                 };
-                Attributes { modified: joined, links: 3, ..base }
+                Attributes { modified: joined, ..base }
             }
             File::LearnerStatus(id) => of_text(text::learner_status(model, id)?),
             File::LearnerWeight(id) => of_text(text::weight(model, id)?),
@@ -251,11 +246,10 @@ impl Fs {
             space.blocks += pages * most;
             space.free += pages * most.saturating_sub(used);
             let learners = model.learners().len() as u64;
-            let tensors = (model.layout.tensors().len() + tree.paths.len()) as u64;
-            let of_learner = FILES_OF_LEARNER + tensors;
-            space.free_files += most_learners.saturating_sub(learners) * of_learner;
-            space.files +=
-                36 + model.companions.len() as u64 + tensors + most_learners.max(learners) * of_learner;
+            let files =
+                36 + model.companions.len() as u64 + (model.layout.tensors().len() + tree.paths.len()) as u64;
+            space.free_files += most_learners.saturating_sub(learners) * FILES_OF_LEARNER;
+            space.files += files + most_learners.max(learners) * FILES_OF_LEARNER;
         }
         space
     }
@@ -276,8 +270,8 @@ pub struct Space {
     pub free_files: u64,
 }
 
-/// A learner's directory and what is in it, without `tensors/`.
-const FILES_OF_LEARNER: u64 = 11;
+/// A learner's directory and what is in it.
+const FILES_OF_LEARNER: u64 = 12;
 
 /// The use of an inode.
 fn use_of(node: Node) -> FileUse {

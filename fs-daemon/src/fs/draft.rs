@@ -95,7 +95,7 @@ impl Draft {
         self.state == DraftState::Written || self.refused.is_some()
     }
 
-    /// Takes a piece. `present` is the value in force. Returns whether a line, and so maybe the value, ends there.
+    /// Takes a piece of a value of at most `longest` bytes. `present` is the value in force. Returns whether a line, and so maybe the value, ends there.
     ///
     /// # Errors
     /// If it cannot be taken. Then the others are kept no longer.
@@ -103,6 +103,7 @@ impl Draft {
         &mut self,
         offset: u64,
         data: &[u8],
+        longest: usize,
         present: impl FnOnce() -> String,
     ) -> Result<bool, NotTaken> {
         let mut bytes = match self.state {
@@ -110,7 +111,7 @@ impl Draft {
             DraftState::Untouched => present().into_bytes(),
             DraftState::Empty | DraftState::Written => mem::take(&mut self.bytes),
         };
-        if offset != bytes.len() as u64 || bytes.len() + data.len() > MAX_TEXT {
+        if offset != bytes.len() as u64 || bytes.len() + data.len() > longest {
             return Err(NotTaken::Piece);
         }
         if !self.held.resize(bytes.len() + data.len()) {
@@ -163,7 +164,7 @@ mod tests {
     use super::*;
 
     fn write(draft: &mut Draft, offset: u64, data: &[u8]) -> Result<Vec<u8>, NotTaken> {
-        let ends = draft.write(offset, data, || "old\n".to_owned())?;
+        let ends = draft.write(offset, data, MAX_TEXT, || "old\n".to_owned())?;
         assert_eq!(ends, draft.bytes.ends_with(b"\n"));
         Ok(draft.bytes.clone())
     }

@@ -303,8 +303,6 @@ fn parent_of(tree: &ModelTree, dir: File) -> CallResult<Node> {
             File::RetainedTensors(version, d) => File::RetainedTensors(version, tree.paths.get(d)?.parent),
             File::Tensors(version, d) if d != 0 => File::Tensors(version, tree.paths.get(d)?.parent),
             File::Learner(_) => File::Learners,
-            File::LearnerTensors(id, 0) => File::Learner(id),
-            File::LearnerTensors(id, d) => File::LearnerTensors(id, tree.paths.get(d)?.parent),
             _ => File::Dir,
         },
     ))
@@ -352,7 +350,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
         File::Learner(id) => vec![
             ("weights", File::LearnerWeights(id, newest())),
             ("weights.safetensors", File::LearnerSafetensors(id, newest())),
-            ("tensors", File::LearnerTensors(id, 0)),
+            ("tensors", File::LearnerTensors(id)),
             ("gradients", File::LearnerGradients(id, MapsTo::PageCache)),
             ("gradients.safetensors", File::LearnerNamedGradients(id)),
             ("publish.safetensors", File::LearnerNamedPublish(id)),
@@ -392,24 +390,12 @@ fn tensor_file(version: Version, is_retained: bool, child: Child) -> File {
     }
 }
 
-/// The same in a directory of a learner.
-fn learner_tensor(id: LearnerId, child: Child) -> File {
-    match child {
-        Child::Directory(i) => File::LearnerTensors(id, i),
-        Child::Tensor(i) => File::LearnerTensor(id, i),
-    }
-}
-
 fn lookup_in(tree: &ModelTree, dir: File, name: &str) -> Option<File> {
     let model = &tree.model;
     match dir {
         File::Tensors(version, directory) | File::RetainedTensors(version, directory) => {
             let child = tree.paths.lookup(&model.layout, directory, name)?;
             return Some(tensor_file(version, matches!(dir, File::RetainedTensors(..)), child));
-        }
-        File::LearnerTensors(id, directory) => {
-            model.learner(id).ok()?;
-            return Some(learner_tensor(id, tree.paths.lookup(&model.layout, directory, name)?));
         }
         File::Versions => return retained(model, name).map(File::Retained),
         File::Learners => return model.learner_named(name).map(|learner| File::Learner(learner.id)),
@@ -439,11 +425,6 @@ fn list_in(
             let children = tree.paths.list(&model.layout, directory, skip)?;
             let file = move |(name, child)| (name, tensor_file(version, is_retained, child));
             return Ok(Box::new(children.map(file)));
-        }
-        File::LearnerTensors(id, directory) => {
-            model.learner(id)?;
-            let children = tree.paths.list(&model.layout, directory, skip)?;
-            return Ok(Box::new(children.map(move |(name, child)| (name, learner_tensor(id, child)))));
         }
         File::Versions => {
             let versions = model.job.retained();

@@ -87,10 +87,8 @@ pub enum File {
     LearnerWeight(LearnerId),
     /// `learners/<id>/weights.safetensors`.
     LearnerSafetensors(LearnerId, Version),
-    /// A directory of tensors in `learners/<id>/tensors/`, by number: 0 is that itself.
-    LearnerTensors(LearnerId, u32),
-    /// `learners/<id>/tensors/<name>.npy`: of the version that `weights` beside it shows when this is opened.
-    LearnerTensor(LearnerId, u32),
+    /// `learners/<id>/tensors`, which leads to those of the newest version when that has the learner's last step.
+    LearnerTensors(LearnerId),
     /// `gradients.safetensors` of the mount's own learner.
     NamedGradients,
     /// `learners/<id>/gradients.safetensors`.
@@ -133,6 +131,8 @@ pub enum FileKind {
     Dir,
     /// A regular file.
     File,
+    /// A symbolic link.
+    Link,
 }
 
 /// Any inode of the mount.
@@ -182,7 +182,7 @@ const OF_VERSION: [fn(Version) -> File; 8] = [
     File::RetainedMeta,
 ];
 /// Files of which a learner has one each.
-const OF_LEARNER: [fn(LearnerId) -> File; 10] = [
+const OF_LEARNER: [fn(LearnerId) -> File; 11] = [
     File::Learner,
     |id| File::LearnerGradients(id, MapsTo::PageCache),
     |id| File::LearnerGradients(id, MapsTo::Memory),
@@ -190,6 +190,7 @@ const OF_LEARNER: [fn(LearnerId) -> File; 10] = [
     File::LearnerStatus,
     File::LearnerError,
     File::LearnerWeight,
+    File::LearnerTensors,
     File::LearnerNamedGradients,
     File::LearnerNamedPublish,
     File::LearnerAllReduce,
@@ -210,8 +211,6 @@ impl File {
             File::Companion(i) => (10, i, Version(1)),
             File::Publish(n) => (11, wide(n).0, wide(n).1),
             File::Temporary(n) => (12, wide(n).0, wide(n).1),
-            File::LearnerTensors(l, d) => (13, l.0, Version(u64::from(d))),
-            File::LearnerTensor(l, i) => (14, l.0, Version(u64::from(i))),
             file => {
                 if let Some(at) = OF_MODEL.iter().position(|of| *of == file) {
                     return (1, at as u32, NONE);
@@ -247,8 +246,6 @@ impl File {
             10 if version.0 == 1 => File::Companion(index),
             11 => File::Publish(wide),
             12 => File::Temporary(wide),
-            13 => File::LearnerTensors(learner, version.0 as u32),
-            14 => File::LearnerTensor(learner, version.0 as u32),
             _ => return None,
         })
     }
@@ -284,8 +281,7 @@ impl File {
             | File::LearnerStatus(id)
             | File::LearnerWeight(id)
             | File::LearnerSafetensors(id, _)
-            | File::LearnerTensors(id, _)
-            | File::LearnerTensor(id, _)
+            | File::LearnerTensors(id)
             | File::LearnerNamedGradients(id)
             | File::LearnerNamedPublish(id)
             | File::LearnerAllReduce(id)
@@ -348,7 +344,6 @@ impl File {
                 | File::RetainedTensors(..)
                 | File::Learners
                 | File::Learner(_)
-                | File::LearnerTensors(..)
                 | File::Controls
                 | File::HuggingFace
                 | File::RetainedHuggingFace(_)
@@ -360,6 +355,7 @@ impl Node {
     /// Its kind, as the kernel has it.
     pub fn kind(self) -> FileKind {
         match self {
+            Node::Model(_, File::LearnerTensors(_)) => FileKind::Link,
             node if node.is_dir() => FileKind::Dir,
             _ => FileKind::File,
         }
@@ -424,7 +420,7 @@ mod tests {
         check(Node::Readme);
         check(Node::Trace);
         for model in [0, 1, 255] {
-            for kind in 1..=14 {
+            for kind in 1..=12 {
                 for index in (0..20).chain([(1 << 20) - 1]) {
                     for version in (0..20).chain([(1 << 31) - 1]) {
                         if let Some(file) = File::from_parts(kind, index, Version(version)) {

@@ -79,9 +79,7 @@ impl OpenRequest {
     pub fn shows_newest_to(&self) -> Option<Option<LearnerId>> {
         let (_, file) = self.file().filter(|_| self.reads)?;
         match file {
-            File::LearnerWeights(learner, _)
-            | File::LearnerSafetensors(learner, _)
-            | File::LearnerTensor(learner, _) => Some(Some(learner)),
+            File::LearnerWeights(learner, _) | File::LearnerSafetensors(learner, _) => Some(Some(learner)),
             _ if is_newest(file) => {
                 let own = self.own_learner().filter(|_| self.is_own || self.writes);
                 Some(own.map(|learner| learner.id))
@@ -94,9 +92,7 @@ impl OpenRequest {
     pub fn attends(&self) -> Option<Arc<Learner>> {
         let (tree, file) = self.file().filter(|_| self.reads && !self.writes)?;
         match file {
-            File::LearnerWeights(id, _) | File::LearnerSafetensors(id, _) | File::LearnerTensor(id, _) => {
-                tree.model.learner(id).ok()
-            }
+            File::LearnerWeights(id, _) | File::LearnerSafetensors(id, _) => tree.model.learner(id).ok(),
             _ => None,
         }
     }
@@ -111,7 +107,7 @@ impl OpenRequest {
     pub fn holds(&self) -> Option<Version> {
         let (tree, file) = self.file().filter(|_| self.reads)?;
         match file {
-            File::Device | File::LearnerTensor(..) => Some(tree.model.job.version()),
+            File::Device => Some(tree.model.job.version()),
             File::RetainedText(_) | File::RetainedMeta(_) => None,
             file => file.version(),
         }
@@ -318,14 +314,12 @@ impl Fs {
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes: all }), Way::Cached))
             }
             File::Tensor(version, index) | File::RetainedTensor(version, index) => {
-                let reader = self.reader(model, file, version)?;
-                Ok((open_tensor(request, tree, index, reader)?, Way::Cached))
-            }
-            // A replica, or a thread that is not seen. It is of another version each time, so that the kernel must not keep
-            // its pages.
-            File::LearnerTensor(_, index) => {
-                let reader = self.reader(model, file, model.job.version())?;
-                Ok((open_tensor(request, tree, index, reader)?, Way::Direct))
+                request.read_only("a tensor")?;
+                let index = index as usize;
+                let tensor = model.layout.tensors().get(index).ok_or_else(CallError::not_found)?;
+                let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
+                let (header, bytes) = (Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone());
+                Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
             }
             File::Gradients(_)
             | File::LearnerGradients(..)
@@ -381,22 +375,11 @@ impl Fs {
         }
     }
 
-    /// The inode of the version that this open has to show, and what keeps that, if the file's own inode is of no version:
-    /// the kernel keeps pages by inode. A replica has no other inode.
-    pub fn inode_of_version(&self, request: &OpenRequest) -> Option<(u64, Reader)> {
-        let (tree, file) = request.file().filter(|_| !request.writes)?;
-        let File::LearnerTensor(id, index) = file else { return None };
-        let reader = Reader::newest(&tree.model.job)?;
-        let version = reader.version();
-        let has_replica = tree.model.learner(id).is_ok_and(|learner| learner.replica(version).is_some());
-        (!has_replica).then(|| (Node::Model(tree.index, File::Tensor(version, index)).ino(), reader))
-    }
-
     /// A reader of `version` for this file. A learner's own shows its replica, if it has one.
     fn reader(&self, model: &Arc<Model>, file: File, version: Version) -> CallResult<Reader> {
         let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
         let replica = match file {
-            File::LearnerWeights(id, _) | File::LearnerSafetensors(id, _) | File::LearnerTensor(id, _) => {
+            File::LearnerWeights(id, _) | File::LearnerSafetensors(id, _) => {
                 model.learner(id)?.replica(version)
             }
             _ => None,
@@ -447,14 +430,6 @@ fn own(model: &Model) -> CallResult<Arc<Learner>> {
 /// Whether the file is the model's, and shows its newest version.
 fn is_newest(file: File) -> bool {
     matches!(file, File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device)
-}
-
-fn open_tensor(request: &OpenRequest, tree: &ModelTree, index: u32, reader: Reader) -> CallResult<OpenFile> {
-    request.read_only("a tensor")?;
-    let index = index as usize;
-    let tensor = tree.model.layout.tensors().get(index).ok_or_else(CallError::not_found)?;
-    let (header, bytes) = (Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone());
-    Ok(OpenFile::Version(VersionFile { reader, header, bytes }))
 }
 
 fn open_gradients(request: &OpenRequest, tree: &Arc<ModelTree>, file: File) -> CallResult<(OpenFile, Way)> {

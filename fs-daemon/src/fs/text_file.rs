@@ -1,5 +1,6 @@
-//! Small text files, which show the present state at each read. `control/*` can also be written: one value a
-//! file, set for the whole job; and `settings.json`, with several values that are set together. So can a learner's `weight`. What is written is a draft until a close applies it.
+//! Small text files, which show the present state at each read. Some can be written: `control/*` with one value each, for the
+//! whole job, `settings.json` with several that are set together, and a learner's `weight`. What is written is a draft until
+//! a close applies it.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -7,9 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use libmodelio::client::SetError;
 use libmodelio::contributor::Wrote;
-use libmodelio::vocabulary::controls::{ControlError, SETTINGS};
+use libmodelio::vocabulary::controls::{ControlError, MAX_TEXT, SETTINGS};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
-use libmodelio::vocabulary::settings_json::{SETTINGS_JSON, is_incomplete};
+use libmodelio::vocabulary::settings_json::{self, SETTINGS_JSON, is_incomplete};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::{NoWeight, Weight};
 use parking_lot::Mutex;
@@ -147,7 +148,8 @@ impl TextFile {
     /// as they may; EBADF for a file not open for writing. The next end fails, too.
     pub(super) fn write(&self, offset: u64, data: &[u8]) -> CallResult<Wrote> {
         let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
-        let written = draft.write(offset, data, || self.present());
+        let longest = self.setting_name().map_or(MAX_TEXT, settings_json::longest);
+        let written = draft.write(offset, data, longest, || self.present());
         let outcome = match written.map_err(|why| self.not_taken(why)) {
             Ok(true) => self.check(&self.unchecked(&draft, data.len())).map(|_| match self.setting_name() {
                 Some(_) => Wrote::Asks,
@@ -178,7 +180,7 @@ impl TextFile {
         outcome.map_err(|error| self.refuse(&mut draft, error))
     }
 
-    /// What to check of a draft whose last `len` bytes are new. A part of a JSON text is none.
+    /// What to check of a draft whose last `len` bytes are new. JSON is checked as a whole.
     fn unchecked<'a>(&self, draft: &'a Draft, len: usize) -> Cow<'a, [u8]> {
         match self.setting_name() {
             Some(SETTINGS_JSON) => Cow::Borrowed(draft.whole()),
@@ -230,6 +232,7 @@ impl TextFile {
                     }
                     SetError::Unanswered(error) => (unanswered(name, error), true),
                 };
+                // An object has many reasons to be refused, so a program finds which one it was. The log has others.
                 if is_noted {
                     refusal.note(&error, false);
                 }
@@ -276,10 +279,12 @@ impl TextFile {
     }
 
     fn not_taken(&self, why: NotTaken) -> CallError {
-        let piece = "write the whole value, from its start, in at most 64 KiB";
-        match (why, self.setting_name()) {
-            (NotTaken::Piece, Some(name)) => invalid_value(name, piece),
-            (NotTaken::Piece, None) => invalid_weight(piece),
+        let name = self.setting_name();
+        let most = name.map_or(MAX_TEXT, settings_json::longest) >> 10;
+        let piece = format!("write the whole value, from its start, in at most {most} KiB");
+        match (why, name) {
+            (NotTaken::Piece, Some(name)) => invalid_value(name, &piece),
+            (NotTaken::Piece, None) => invalid_weight(&piece),
             (NotTaken::Room, _) => CallError::new(
                 libc::ENOMEM,
                 "too much is being written to settings: close some of them first",
@@ -353,9 +358,12 @@ fn invalid_value(name: &str, why: &str) -> CallError {
     CallError::new(libc::EINVAL, format!("{}: {why}", path_of(name)))
 }
 
-/// Why a value is refused. Of all settings together, the error's own name tells which one it is.
+/// Why a value is refused. Of several together, it begins with the one that is wrong.
 fn why(name: &str, error: &ControlError) -> String {
-    if name == SETTINGS_JSON { error.to_string() } else { error.without_name() }
+    match error {
+        ControlError::Invalid { name: wrong, .. } if *wrong != name => error.to_string(),
+        _ => error.without_name(),
+    }
 }
 
 fn path_of(setting: &str) -> String {

@@ -20,7 +20,7 @@ use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::members::LeaveReason;
 use parking_lot::Mutex;
 
-use super::lookups::{LedLookups, SecondLookups};
+use super::lookups::{MemoryLookups, SecondLookups};
 use super::open_files::{OpenFiles, ProgramFile};
 use super::pending_exits::{PendingExits, Settling, settle};
 use super::process::is_making_directory;
@@ -67,7 +67,7 @@ pub struct Calls {
     pub(super) pending_exits: Arc<PendingExits>,
     pub(super) waits: Arc<Waits>,
     pub(super) second_lookups: SecondLookups,
-    pub(super) led_lookups: LedLookups,
+    pub(super) memory_lookups: MemoryLookups,
     /// The programs that poll.
     pub(super) pollers: Pollers,
     pub(super) chores: mpsc::Sender<Chore>,
@@ -113,7 +113,7 @@ impl Calls {
             pending_exits: Arc::default(),
             waits: Arc::default(),
             second_lookups: SecondLookups::default(),
-            led_lookups: LedLookups::default(),
+            memory_lookups: MemoryLookups::default(),
             pollers: Pollers::default(),
             chores,
         });
@@ -121,16 +121,13 @@ impl Calls {
         Ok(Started { calls, inbox })
     }
 
-    /// [`Fs::lookup`] for thread `tid`: who is to open another inode is led there.
+    /// [`Fs::lookup`] for thread `tid`: who opens `gradients` for its memory is led there.
     ///
     /// # Errors
     /// As that has them.
     pub fn lookup(&self, parent: u64, name: &OsStr, tid: u32) -> CallResult<Attributes> {
         let found = self.fs.lookup(parent, name)?;
-        match self.led_lookups.led(tid, found.ino) {
-            Some(ino) => self.fs.attributes(ino),
-            None => Ok(found),
-        }
+        Ok(Attributes { ino: self.memory_lookups.led(tid, found.ino), ..found })
     }
 
     /// [`Fs::lookup_dropped`] for thread `tid`. A directory of the same name can be made: the learner joins again.
@@ -328,7 +325,6 @@ impl Started {
                 let now = Instant::now();
                 calls.fs.trees().iter().for_each(|tree| tree.tensors_name.give_up(now));
                 calls.waits.release_signalled();
-                calls.led_lookups.expire();
                 calls.pending_exits.tick(now);
                 drop(calls);
                 std::thread::sleep(CHECK_INTERVAL);

@@ -1,11 +1,9 @@
-//! Opens that were sent back to look their name up again: for a newer version, or for another inode.
+//! Opens that were sent back to look their name up again: for a newer version, or for the memory of `gradients`.
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::reader::Reader;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use parking_lot::Mutex;
 
@@ -42,13 +40,8 @@ impl<K: Eq + Hash, V: Clone> Expected<K, V> {
         all.get(key).filter(|(_, at)| at.elapsed() < MAX_PAUSE).map(|(value, _)| value.clone())
     }
 
-    fn remove(&self, key: &K) -> Option<V> {
-        self.0.lock().remove(key).map(|(value, _)| value)
-    }
-
-    fn expire(&self) {
-        let is_late = |_: &K, (_, at): &mut (V, Instant)| at.elapsed() >= MAX_PAUSE;
-        let _late: Vec<_> = self.0.lock().extract_if(is_late).collect();
+    fn remove(&self, key: &K) {
+        self.0.lock().remove(key);
     }
 }
 
@@ -84,42 +77,27 @@ impl SecondLookups {
     }
 }
 
-/// Threads whose open is to be one of another inode than the name leads to: of the memory of `gradients`, whose name leads
-/// to the inode that maps to the page cache; of the version that a learner's tensor has to be of. They are sent back to look
-/// the name up again, and find the other inode then.
+/// Threads that open `gradients` for its memory. The name leads to the inode that maps to the page cache, so they are sent
+/// back to look the name up again, and find the memory's inode then.
 ///
 /// The kernel may look a name up twice before it opens what it has found. So a thread is led until it has arrived.
 #[derive(Default)]
-pub struct LedLookups(Expected<u32, Lead>);
+pub struct MemoryLookups(Expected<u32, (u64, u64)>);
 
-/// Where a thread is led.
-#[derive(Clone)]
-pub struct Lead {
-    from: u64,
-    to: u64,
-    /// The version of the other inode, which must not go meanwhile.
-    _keeps: Option<Arc<Reader>>,
-}
-
-impl LedLookups {
+impl MemoryLookups {
     /// `tid` is to find `to` where its lookup finds `from`. False if it cannot be led: it is not seen, or too many are.
-    pub fn lead(&self, tid: u32, from: u64, to: u64, keeps: Option<Reader>) -> bool {
-        tid != 0 && self.0.insert(tid, Lead { from, to, _keeps: keeps.map(Arc::new) })
+    pub fn lead(&self, tid: u32, from: u64, to: u64) -> bool {
+        tid != 0 && self.0.insert(tid, (from, to))
     }
 
-    /// The inode that `tid` finds where `ino` is, if it is another one.
-    pub fn led(&self, tid: u32, ino: u64) -> Option<u64> {
-        self.0.get(&tid).filter(|lead| lead.from == ino).map(|lead| lead.to)
+    /// The inode that `tid` finds where `ino` is.
+    pub fn led(&self, tid: u32, ino: u64) -> u64 {
+        self.0.get(&tid).filter(|(from, _)| *from == ino).map_or(ino, |(_, to)| to)
     }
 
-    /// `tid` opens what it has found. If it was led to that, what keeps its version is returned.
-    pub fn arrived(&self, tid: u32, ino: u64) -> Option<Lead> {
-        self.0.remove(&tid).filter(|lead| lead.to == ino)
-    }
-
-    /// Forgets threads that have not come. Their versions are let go.
-    pub fn expire(&self) {
-        self.0.expire();
+    /// `tid` opens what it has found.
+    pub fn arrived(&self, tid: u32) {
+        self.0.remove(&tid);
     }
 }
 
@@ -141,16 +119,13 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_is_led_to_another_inode_until_it_opens_it() {
-        let lookups = LedLookups::default();
-        assert_eq!(lookups.led(7, 5), None);
-        assert!(lookups.lead(7, 5, 6, None));
-        let led = [(7, 5), (7, 5), (7, 4), (8, 5)].map(|(tid, ino)| lookups.led(tid, ino));
-        assert_eq!(led, [Some(6), Some(6), None, None]);
-        lookups.expire();
-        assert!(lookups.arrived(7, 6).is_some());
-        assert_eq!(lookups.led(7, 5), None);
-        assert!(lookups.lead(7, 5, 6, None) && lookups.arrived(7, 5).is_none(), "it opens something else");
-        assert!(!lookups.lead(0, 5, 6, None), "threads of other namespaces are not told apart");
+    fn a_thread_is_led_to_the_memory_until_it_opens_it() {
+        let lookups = MemoryLookups::default();
+        assert_eq!(lookups.led(7, 5), 5);
+        assert!(lookups.lead(7, 5, 6));
+        assert_eq!([(7, 5), (7, 5), (7, 4), (8, 5)].map(|(tid, ino)| lookups.led(tid, ino)), [6, 6, 4, 5]);
+        lookups.arrived(7);
+        assert_eq!(lookups.led(7, 5), 5);
+        assert!(!lookups.lead(0, 5, 6), "threads of other namespaces are not told apart");
     }
 }

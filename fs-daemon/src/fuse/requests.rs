@@ -153,6 +153,15 @@ impl Filesystem for Binding {
         answer(self.caller("unlink", parent, request), reply)(outcome);
     }
 
+    fn readlink(&self, request: &Request, ino: INodeNo, reply: ReplyData) {
+        let caller = self.caller("readlink", ino, request);
+        self.calls.read_link(
+            ino.0,
+            request.pid(),
+            Box::new(move |outcome| answered!(caller, reply, outcome, path => reply.data(path.as_bytes()))),
+        );
+    }
+
     fn mknod(
         &self,
         _request: &Request,
@@ -433,6 +442,7 @@ fn file_type(kind: FileKind) -> FileType {
     match kind {
         FileKind::Dir => FileType::Directory,
         FileKind::File => FileType::RegularFile,
+        FileKind::Link => FileType::Symlink,
     }
 }
 

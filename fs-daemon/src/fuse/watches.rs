@@ -184,6 +184,11 @@ impl Watches {
         self.is_of_one(tid, |one| one.contributes_as(learner))
     }
 
+    /// Whether a process is watched that contributes as the learner.
+    pub fn has_users(&self, learner: &Arc<Learner>) -> bool {
+        self.watched.lock().values().any(|one| one.contributes_as(learner))
+    }
+
     /// Whether thread `tid` is of a process that has used a learner that was dropped since.
     pub fn has_used(&self, model: &Model, learner: LearnerId, tid: u32) -> bool {
         self.is_of_one(tid, |one| one.is_of_dropped(model, learner))

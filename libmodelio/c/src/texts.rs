@@ -122,9 +122,9 @@ fn status(model: &Model) -> String {
 }
 
 /// Copies the text of a file of the model, and of a learner, as a mount has it: "layout", "version", "status.json",
-/// "settings.json", "control/learning_rate", "control" (the names of all settings, a line each), "name", "header" (safetensors' JSON),
-/// "versions/N/meta.json" of a version that is held; and of a learner also "status", "error" and "weight". The text has no
-/// zero at its end unless there is room for one.
+/// "settings.json", "control/learning_rate", "control" (the names of all settings, a line each), "name", "header"
+/// (safetensors' JSON), "versions/N/meta.json" of a version that is held; and of a learner also "status", "error" and
+/// "weight". The text has no zero at its end unless there is room for one.
 ///
 /// Returns the length of the text, of which as much was copied as `size` allows, or -ENOENT.
 ///
@@ -154,13 +154,12 @@ pub unsafe extern "C" fn modelio_get(
     }))
 }
 
-/// Writes the text of a file: "control/NAME" of a model sets a setting of the whole job, "settings.json" those that its
-/// object names, all or none, "weight" of a learner how much
-/// its contributions count from the next one on, "user.NAME" of a publication what is said of the version that it makes.
-/// When it has returned 0, the value holds.
+/// Writes the text of a file. Of a model, "control/NAME" sets a setting of the whole job, and "settings.json" those that its
+/// object names, all or none. Of a learner, "weight" is how much its contributions count from the next one on. Of a
+/// publication, "user.NAME" is said of the version that it makes. When it has returned 0, the value holds.
 ///
-/// -ENOENT for another file, -EINVAL for a value that does not fit and for another name of a publication, -ETIMEDOUT if it is not known in time whether it was
-/// taken.
+/// -ENOENT for another file, -EINVAL for a value that does not fit and for another name of a publication, -ETIMEDOUT if it
+/// is not known in time whether it was taken.
 ///
 /// # Safety
 /// `file` and `value` are strings.

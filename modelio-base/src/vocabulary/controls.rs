@@ -144,6 +144,9 @@ pub const MAX_LEARNERS: u32 = 4096;
 /// Bytes of patterns in `frozen`, and of rules in `tensors`, at most: enough for a rule for each tensor of a large model.
 pub const MAX_TEXT: usize = 64 << 10;
 
+/// Characters of a wrong value that its refusal repeats.
+pub const MOST_QUOTED: usize = 200;
+
 /// The treatment of NaN and Inf in a contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NonFinite {
@@ -795,7 +798,8 @@ struct Field<'a> {
 
 impl Field<'_> {
     fn invalid(&self, expected: &str) -> ControlError {
-        ControlError::Invalid { name: self.name, value: self.value.to_owned(), expected: expected.to_owned() }
+        let value = self.value.chars().take(MOST_QUOTED).collect();
+        ControlError::Invalid { name: self.name, value, expected: expected.to_owned() }
     }
 
     /// One of some words, in any case: `AdamW` and Python's `True` are clear enough.

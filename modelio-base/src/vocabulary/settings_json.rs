@@ -2,13 +2,18 @@
 
 use serde_json::{Map, Value};
 
-use super::controls::{ControlError, Controls, SETTINGS};
+use super::controls::{ControlError, Controls, MAX_TEXT, MOST_QUOTED, SETTINGS};
 
 /// The name of all settings together.
 pub const SETTINGS_JSON: &str = "settings.json";
 
-/// Characters of a wrong text that a message repeats.
-const MOST_QUOTED: usize = 80;
+/// Its longest text, in bytes: two long settings, whose line ends take two letters, and the others.
+pub const MAX_JSON: usize = 4 * MAX_TEXT;
+
+/// The longest text of a setting, in bytes.
+pub fn longest(name: &str) -> usize {
+    if name == SETTINGS_JSON { MAX_JSON } else { MAX_TEXT }
+}
 
 /// All settings by name, as texts.
 pub fn all_of(controls: &Controls) -> Map<String, Value> {
@@ -25,7 +30,7 @@ pub fn get(controls: &Controls, name: &str) -> Option<String> {
 }
 
 /// [`Controls::with`], also of [`SETTINGS_JSON`], whose value is an object with the settings to change: all of them are set,
-/// or none. A setting is a text, a number, true or false, or a list of lines.
+/// or none. A setting is a text, a number, true or false, or a list of lines. Of a name that comes twice, the last counts.
 ///
 /// # Errors
 /// Those of [`Controls::with_all`]; a text that is no such object.
@@ -33,18 +38,17 @@ pub fn with(controls: &Controls, name: &str, value: &str) -> Result<Controls, Co
     if name != SETTINGS_JSON {
         return controls.with(name, value);
     }
-    let wrong = |expected: String| ControlError::Invalid {
+    let object: Map<String, Value> = serde_json::from_str(value).map_err(|error| ControlError::Invalid {
         name: SETTINGS_JSON,
         value: value.trim().chars().take(MOST_QUOTED).collect(),
-        expected,
-    };
-    let object: Map<String, Value> = serde_json::from_str(value)
-        .map_err(|error| wrong(format!("a JSON object like {{\"learning_rate\": 0.1}}: {error}")))?;
+        expected: format!("a JSON object like {{\"learning_rate\": 0.1}}: {error}"),
+    })?;
     let mut settings = Vec::new();
     for (name, value) in object {
-        let text = text_of(&value).ok_or_else(|| {
-            wrong(format!("right: {name} is no text, number, true or false, or list of lines"))
-        })?;
+        let Some(text) = text_of(&value) else {
+            let what = format!("{name} has to be a text, a number, true or false, or a list of lines");
+            return Err(ControlError::Conflict(what));
+        };
         settings.push((name, text));
     }
     controls.with_all(settings.iter().map(|(name, text)| (name.as_str(), text.as_str())))
@@ -89,7 +93,7 @@ mod tests {
         for (wrong, why) in [
             ("", "EOF"),
             ("[]", "JSON object"),
-            (r#"{"learning_rate": null}"#, "learning_rate is no text"),
+            (r#"{"learning_rate": null}"#, "learning_rate has to be a text"),
             (r#"{"learning_rate": "fast"}"#, "fast"),
             (r#"{"learning_rat": 1}"#, "learning_rat"),
             (r#"{"momentum": 0.5, "min_learners": 9}"#, "min_learners"),

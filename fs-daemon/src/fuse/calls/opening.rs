@@ -9,6 +9,7 @@ use libmodelio::vocabulary::ids::LearnerId;
 
 use super::Calls;
 use crate::fs::OpenFile;
+use crate::fs::TENSORS_LINK;
 use crate::fs::stale;
 use crate::fs::{OpenRequest, Way};
 use crate::fuse::open_files::ProgramFile;
@@ -35,10 +36,10 @@ impl Calls {
             Ok(request) => request,
             Err(error) => return done(Err(error)),
         };
-        let led = self.led_lookups.arrived(tid, ino);
+        self.memory_lookups.arrived(tid);
         if let Some(other) = request.other_inode() {
             // A thread that cannot be seen cannot be led to the memory: msync ships for it all the same.
-            let is_led = request.maps_memory && self.led_lookups.lead(tid, ino, other, None);
+            let is_led = request.maps_memory && self.memory_lookups.lead(tid, ino, other);
             if is_led || !request.maps_memory {
                 let what = "mapped with O_DIRECT and without are two inodes: open gradients by its path";
                 return done(Err(CallError::new(libc::ESTALE, what)));
@@ -55,8 +56,7 @@ impl Calls {
             let is_expected = |version| self.second_lookups.is_expected(tid, tree.index, *learner, version);
             named.is_some_and(is_expected)
         };
-        let is_for = |learner: &Option<LearnerId>| led.is_none() && !is_second_lookup(learner);
-        let Some(learner) = request.shows_newest_to().filter(is_for) else {
+        let Some(learner) = request.shows_newest_to().filter(|learner| !is_second_lookup(learner)) else {
             return self.open_when_settled(request, tid, done);
         };
         match (tree.model.job.freshness(learner), named) {
@@ -97,11 +97,6 @@ impl Calls {
     /// Opens a file, but not to write into a contribution of which it is not yet known whether it counts: its
     /// program is ending just now.
     fn open_when_settled(self: &Arc<Self>, request: OpenRequest, tid: u32, done: Done<Opened>) {
-        if let Some((to, version)) = self.fs.inode_of_version(&request)
-            && self.led_lookups.lead(tid, request.ino(), to, Some(version))
-        {
-            return done(Err(stale()));
-        }
         let learner = request.file().zip(request.contributes_as());
         let pending = learner.map(|((tree, _), learner)| (Arc::clone(tree), (tree.index, learner.id)));
         let Some((tree, learner)) = pending.filter(|(_, learner)| self.pending_exits.is_any(*learner)) else {
@@ -159,6 +154,23 @@ impl Calls {
             self.watches.opened(&tree.model, contribution.learner(), tid, process.as_ref());
         }
         Ok(Opened { fh, way })
+    }
+
+    /// Where a learner's `tensors` lead, for thread `tid`. That waits, as an open of the learner's `weights` does, for the
+    /// version with its last step. Who looks at a program's learner from outside waits for nothing.
+    pub fn read_link(self: &Arc<Self>, ino: u64, tid: u32, done: Done<&'static str>) {
+        let (tree, learner) = match self.fs.link_of(ino) {
+            Ok(found) => found,
+            Err(error) => return done(Err(error)),
+        };
+        let is_outside = !self.watches.is_user(&learner, tid) && self.watches.has_users(&learner);
+        let is_in = matches!(tree.model.job.freshness(Some(learner.id)), LastCommit::In(_));
+        if is_outside || is_in {
+            return tree.done_when_shown(done)(Ok(TENSORS_LINK));
+        }
+        let done = self.waits.guard(tid, learner.times.until(Waits::Open, done), None, |_| {});
+        let answer = tree.done_when_shown(done);
+        tree.model.await_fresh(Some(learner.id), Box::new(move |fresh| answer(fresh.map(|_| TENSORS_LINK))));
     }
 
     fn guard_open(self: &Arc<Self>, tid: u32, done: Done<Opened>) -> Done<Opened> {

@@ -404,7 +404,8 @@ impl Job {
     }
 
     /// Changes one setting of the whole job, or several as one change ([`crate::vocabulary::settings_json`]). It takes
-    /// effect at the next version. `done` is called before `timeout` is over. If it is called with success, [`Self::controls`] shows the new value.
+    /// effect at the next version. `done` is called before `timeout` is over. If it is called with success,
+    /// [`Self::controls`] shows the new value.
     pub fn set_control(&self, name: &str, value: &str, timeout: Duration, done: SetDone) {
         // A value that is wrong by itself is refused at once.
         if let Err(error) = settings_json::with(&self.controls(), name, value)

@@ -14,8 +14,8 @@ use crate::coordinator::requests::{Asked, Known, MAX_ANSWERS};
 use crate::coordinator::{Action, CoordinatorCore, MAX_CLIENTS};
 use crate::core::{Contribution, Now, Opening, Source, Ticket};
 
-/// The longest name and the longest value of a setting, in bytes.
-const MAX_SETTING: (usize, usize) = (64, 64 << 10);
+/// The longest name of a setting, in bytes.
+const MAX_SETTING_NAME: usize = 64;
 
 /// The longest reason of a refusal that quotes a client, in characters.
 const MAX_REASON: usize = 1000;
@@ -342,10 +342,10 @@ impl CoordinatorCore {
                 Some(Message::Done)
             }
             Message::SetControl { name, value } => {
-                if name.len() > MAX_SETTING.0 || value.len() > MAX_SETTING.1 {
-                    let (names, values) = MAX_SETTING;
+                let longest = settings_json::longest(&name);
+                if name.len() > MAX_SETTING_NAME || value.len() > longest {
                     return Err(Refusal::Control(format!(
-                        "a setting's name has up to {names} bytes, its value up to {values}"
+                        "a setting's name has up to {MAX_SETTING_NAME} bytes, this one's value up to {longest}"
                     )));
                 }
                 let controls = settings_json::with(core.controls(), &name, &value);
