@@ -64,7 +64,7 @@ class Control(MutableMapping[str, Any]):
         for name in settings:
             if name not in known:
                 raise self._unknown(name)
-        text = json.dumps({name: _text(value) for name, value in settings.items()})
+        text = json.dumps({name: _text(value) for name, value in settings.items()}, ensure_ascii=False)
         with explained(f"settings.json of {', '.join(settings)}"[:_MOST_SAID], self._model):
             self._place.write(os.path.join(self._model, "settings.json"), f"{text}\n")
 

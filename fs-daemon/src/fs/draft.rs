@@ -95,7 +95,8 @@ impl Draft {
         self.state == DraftState::Written || self.refused.is_some()
     }
 
-    /// Takes a piece of a value of at most `longest` bytes. `present` is the value in force. Returns whether a line, and so maybe the value, ends there.
+    /// Takes a piece of a value of at most `longest` bytes. `present` is the value in force. Returns whether a line, and so
+    /// maybe the value, ends there.
     ///
     /// # Errors
     /// If it cannot be taken. Then the others are kept no longer.

@@ -248,10 +248,8 @@ pub fn error(tree: &ModelTree, file: File) -> CallResult<String> {
     Ok(refusal.text().map_or_else(String::new, |text| text + "\n"))
 }
 
-/// The value of a setting, by its index: a line.
-///
-/// # Errors
-/// ENOENT for one that there is not.
+/// The value of a setting, by its name: a line, or more.
+/// None for one that there is not.
 pub fn setting(model: &Model, name: &str) -> Option<String> {
     Some(format!("{}\n", settings_json::get(&model.job.controls(), name)?))
 }

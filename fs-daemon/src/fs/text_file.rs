@@ -180,7 +180,7 @@ impl TextFile {
         outcome.map_err(|error| self.refuse(&mut draft, error))
     }
 
-    /// What to check of a draft whose last `len` bytes are new. JSON is checked as a whole.
+    /// The part of a draft to check when its last `len` bytes are new. JSON is checked as a whole.
     fn unchecked<'a>(&self, draft: &'a Draft, len: usize) -> Cow<'a, [u8]> {
         match self.setting_name() {
             Some(SETTINGS_JSON) => Cow::Borrowed(draft.whole()),

@@ -7,7 +7,8 @@ use super::controls::{ControlError, Controls, MAX_TEXT, MOST_QUOTED, SETTINGS};
 /// The name of all settings together.
 pub const SETTINGS_JSON: &str = "settings.json";
 
-/// Its longest text, in bytes: two long settings, whose line ends take two letters, and the others.
+/// The longest text of `settings.json`, in bytes. It holds two long settings, whose line ends take two letters, and all
+/// others.
 pub const MAX_JSON: usize = 4 * MAX_TEXT;
 
 /// The longest text of a setting, in bytes.
@@ -33,7 +34,7 @@ pub fn get(controls: &Controls, name: &str) -> Option<String> {
 /// or none. A setting is a text, a number, true or false, or a list of lines. Of a name that comes twice, the last counts.
 ///
 /// # Errors
-/// Those of [`Controls::with_all`]; a text that is no such object.
+/// The text is no such object, or [`Controls::with_all`] refuses its settings.
 pub fn with(controls: &Controls, name: &str, value: &str) -> Result<Controls, ControlError> {
     if name != SETTINGS_JSON {
         return controls.with(name, value);
@@ -101,6 +102,14 @@ mod tests {
             let error = with(&before, SETTINGS_JSON, wrong).unwrap_err().to_string();
             assert!(error.contains(why), "{wrong}: {error}");
         }
+        // Both long settings at their longest.
+        let lines: Vec<_> = (0..MAX_TEXT / 20).map(|i| format!("layer.{i:06}.weight")).collect();
+        let long = Controls::default().with("frozen", &lines.join("\n")).unwrap();
+        let rules: Vec<_> = lines[..MAX_TEXT / 28].iter().map(|line| format!("{line} frozen")).collect();
+        let long = long.with("tensors", &rules.join("\n")).unwrap();
+        let shown = get(&long, SETTINGS_JSON).unwrap();
+        assert!((2 * MAX_TEXT..longest(SETTINGS_JSON)).contains(&shown.len()), "{}", shown.len());
+        assert_eq!(with(&before, SETTINGS_JSON, &shown).unwrap(), long);
         assert!(
             is_incomplete("{\"a\":\n") && is_incomplete("") && !is_incomplete("{} x") && !is_incomplete("{}")
         );

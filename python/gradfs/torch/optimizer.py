@@ -167,7 +167,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         others = {name: text for name, text in wanted.items() if not told.same(name, self._read(name), text)}
         if others:
             with self.files.explained("settings.json"):
-                (self.files.model / "settings.json").write_text(f"{json.dumps(others)}\n")
+                (self.files.model / "settings.json").write_text(
+                    f"{json.dumps(others, ensure_ascii=False)}\n", encoding="utf-8"
+                )
 
     def _configure(self, wanted: Mapping[str, str]) -> None:
         """Rank 0 writes what the job does not have, and the others wait until it has all."""
