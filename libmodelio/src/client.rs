@@ -15,6 +15,7 @@
 //! | `peers` | the coordinator and the shards; within: the routes to them, their connections, fallbacks to TCP |
 //! | `shards` | where the shards are, and what can be done there |
 //! | `conversation` | the messages on each kind of connection |
+//! | `patching` | pulling what has changed (`unsafe`) |
 //! | `versions` | the versions that the client shows |
 
 mod callers;
@@ -26,6 +27,7 @@ mod lifetime;
 mod memory;
 mod observed;
 mod options;
+mod patching;
 mod payloads;
 mod peers;
 mod shards;

@@ -144,12 +144,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V13 = 13,
     /// Publishers say something of their versions.
+    ///
+    /// This program does not speak it any more.
     V14 = 14,
+    /// Shards send what has changed in a block since a version that the client has.
+    V15 = 15,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V14;
+    pub const NEWEST: Protocol = Protocol::V15;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -162,7 +166,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            14 => Ok(Protocol::V14),
+            15 => Ok(Protocol::V15),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

@@ -2,6 +2,7 @@
 
 pub mod available;
 pub mod block;
+pub mod changes;
 pub mod crc32c;
 pub mod kernels;
 pub mod loan;

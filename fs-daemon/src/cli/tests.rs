@@ -63,6 +63,8 @@ fn every_option_reaches_the_configuration() {
         ("shard_patience", "9"),
         ("retain", "3"),
         ("max_versions", "9"),
+        ("changes", "4"),
+        ("delta", "off"),
         ("pull", "on-demand"),
         ("read_own_step", "false"),
         ("nonfinite", "accept"),

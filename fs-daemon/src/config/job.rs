@@ -65,6 +65,12 @@ struct JobArgs {
     /// Most versions that programs may hold open; twice as many buffers may exist [default: 16]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_versions: Option<String>,
+    /// Newest versions of which shards know what has changed in them; 0 is none [default: 16]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    changes: Option<String>,
+    /// Whether mounts on a network pull what has changed, where that is less than all [default: auto]
+    #[arg(long, value_parser = ["auto", "off"], ignore_case = true)]
+    delta: Option<String>,
     /// When mounts on a network pull versions: at once, just before they are opened, or when they are [default: auto]
     #[arg(long, value_parser = ["auto", "eager", "adaptive", "on-demand"], ignore_case = true)]
     pull: Option<String>,

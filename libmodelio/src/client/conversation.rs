@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::client::patching::Patching;
 use crate::client::peers::fallback::FastPath;
 use crate::client::peers::routes::Route;
 use crate::client::shared::Shared;
@@ -162,6 +163,8 @@ pub(super) struct Data<P> {
     path: P,
     /// The block that this connection is receiving.
     reserved: Option<(Version, BlockId)>,
+    /// How that is made, if what has changed in it is received.
+    patched: Option<Patched>,
     /// The number of blocks that were asked for here and have not come.
     due: usize,
     /// When a block last came, or was first asked for.
@@ -170,13 +173,20 @@ pub(super) struct Data<P> {
     refused: Option<String>,
 }
 
+/// A block whose patch is being received.
+struct Patched {
+    room: Target,
+    by: Arc<Patching>,
+    crc: Option<u32>,
+}
+
 /// A shard that has sent no block for so long did not have the requested ones.
 const OVERDUE: Duration = Duration::from_secs(1);
 
 impl<P: BlockPath> Data<P> {
     pub(super) fn new(shared: Arc<Shared>, route: Route, path: P) -> Data<P> {
         let greeting = Greeting::new(shared, route);
-        Data { greeting, path, reserved: None, due: 0, came: Instant::now(), refused: None }
+        Data { greeting, path, reserved: None, patched: None, due: 0, came: Instant::now(), refused: None }
     }
 
     /// The payload that follows is this block of a version, if it is wanted.
@@ -186,7 +196,37 @@ impl<P: BlockPath> Data<P> {
         Take::Into(target)
     }
 
+    /// The payload that follows is what has changed in this block of a version, if it is wanted.
+    fn takes_changes(
+        &mut self,
+        of: Option<Version>,
+        block: BlockId,
+        (base, crc): (Version, Option<u32>),
+    ) -> Take {
+        let Connection { shared, route, .. } = &self.greeting.to;
+        let Some(version) = of else { return Take::Nothing };
+        let Some((room, by)) = shared.reserve_patched(route, version, block, base) else {
+            return Take::Nothing;
+        };
+        self.patched = Some(Patched { room, by, crc });
+        self.reserved = Some((version, block));
+        Take::Buffered
+    }
+
+    /// Makes the block whose patch has come. True if it is the shard's, or came as a whole.
+    fn is_made(&mut self, patch: &[u8]) -> bool {
+        let (Some(Patched { room, by, crc }), Some((version, block))) = (self.patched.take(), self.reserved)
+        else {
+            return true;
+        };
+        let shared = &self.greeting.to.shared;
+        // SAFETY: the room is that of the reserved block.
+        let made = unsafe { by.patch(&shared.layout, block, &room, (patch, crc)) };
+        made.inspect_err(|why| shared.not_patched(version, block, why)).is_ok()
+    }
+
     fn end_reservation(&mut self, whole: bool) {
+        self.patched = None;
         if let Some((version, block)) = self.reserved.take() {
             self.greeting.to.shared.end_reservation(version, block, whole);
         }
@@ -203,6 +243,14 @@ impl<P: BlockPath> Conversation for Data<P> {
             Message::Moved => return Ok(Take::Buffered),
             // Its length is checked below.
             Message::Block { .. } | Message::BlockAhead { .. } => {}
+            Message::Changes { block, .. } | Message::ChangesAhead { block, .. } => {
+                let shared = &self.greeting.to.shared;
+                let len = shared.layout.block_len(*block);
+                if len.is_none_or(|len| received.header.payload_len() > len) {
+                    let why = format!("more changes than block {block} has bytes");
+                    return Err(Close::Asked(why.into()));
+                }
+            }
             _ => received.expect_payload(0).map_err(malformed)?,
         }
         if let Message::Refused(Refusal::NoRdma(why)) = &received.message
@@ -219,7 +267,10 @@ impl<P: BlockPath> Conversation for Data<P> {
             shared.greeted(route, link, self.path.end_of_loan())?;
             return Ok(Take::Nothing);
         }
-        if matches!(received.message, Message::Block { .. } | Message::BlockAt { .. }) {
+        if matches!(
+            received.message,
+            Message::Block { .. } | Message::BlockAt { .. } | Message::Changes { .. }
+        ) {
             self.due = self.due.saturating_sub(1);
             self.came = Instant::now();
         }
@@ -236,6 +287,13 @@ impl<P: BlockPath> Conversation for Data<P> {
                 to.expect_block(received, block)?;
                 let target = shared.reserve_ahead(route, plan, block);
                 return Ok(self.takes(block, target));
+            }
+            &Message::Changes { version, block, base, crc } => {
+                return Ok(self.takes_changes(Some(version), block, (base, crc)));
+            }
+            &Message::ChangesAhead { plan, block, base, crc } => {
+                let version = shared.followed(plan);
+                return Ok(self.takes_changes(version, block, (base, crc)));
             }
             Message::Refused(Refusal::NoVersion { .. }) => self.due = 0,
             // All other refusals end the connection.
@@ -265,7 +323,8 @@ impl<P: BlockPath> Conversation for Data<P> {
                 // The payload came out of the ring.
                 tally.copied(Flow::Pull, len);
             }
-            self.end_reservation(true);
+            let is_made = self.is_made(bytes);
+            self.end_reservation(is_made);
         }
         Ok(())
     }

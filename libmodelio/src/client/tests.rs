@@ -479,7 +479,7 @@ fn a_version_is_pulled_whole_and_a_learner_sees_its_own_step() {
     bench.state(2, 1, 1, false);
     assert_eq!(bench.core.pulling(), Some(Version(1)));
     let pull = bench.core.next_pull(0, 8, bench.now);
-    assert_eq!(pull, Some(Message::Pull { version: Version(1), blocks: 0..3 }));
+    assert_eq!(pull, Some(Message::Pull { version: Version(1), blocks: 0..3, base: Some(Version(0)) }));
     // The shard does not have it yet: it is asked again soon.
     let not_yet = Refusal::NoVersion { wanted: Version(1), newest: Version(0) };
     bench.core.from_shard(0, Message::Refused(not_yet), bench.now, &mut bench.said);

@@ -15,7 +15,8 @@ use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
 use crate::bytes::region::{Region, RegionKey};
 use crate::bytes::surplus::Surplus;
-use crate::vocabulary::ids::Version;
+use crate::client::patching::{Patches, Patching};
+use crate::vocabulary::ids::{BlockId, Version};
 use crate::vocabulary::meta::Meta;
 
 /// A version that the client shows.
@@ -94,6 +95,8 @@ pub(super) struct Versions {
     kept: Option<(Region, u32)>,
     /// The buffer that is being pulled into.
     back: Option<Region>,
+    /// How that is done where what has changed is pulled.
+    patches: Patches,
     /// A spare buffer is being taken.
     coming: bool,
     /// The last spare buffer that was wanted did not come.
@@ -114,6 +117,7 @@ impl Versions {
             lent: Vec::new(),
             kept: None,
             back: None,
+            patches: Patches::default(),
             coming: false,
             spare_failed: false,
             next_key: 1,
@@ -253,6 +257,8 @@ impl Versions {
             .collect();
         idle.into_iter().for_each(|version| self.free(version));
         while self.total() > max && (self.free.pop().is_some() || self.kept.take().is_some()) {}
+        let (free, back) = (&self.free, &self.back);
+        self.patches.retain(|key| free.iter().chain(back).any(|region| region.key() == key));
     }
 
     /// The versions that are neither pinned nor retained, nor perhaps mapped, the oldest first.
@@ -267,8 +273,42 @@ impl Versions {
         let is_read = shown.is_sent && Arc::strong_count(shown.buffer.memory()) > 1;
         // Nor is one that a program outside has, and has not given back.
         if shown.hold.is_none() && !is_read && !shown.buffer.memory().is_lent() {
+            self.patches.frees(shown.buffer.key(), version);
             self.free.push(shown.buffer);
         }
+    }
+
+    /// The filling of the buffer that is pulled into by what has changed since `base`. None if that is not the newest
+    /// version, or there is no such buffer.
+    pub(super) fn patching(&mut self, base: Version, blocks: u32) -> Option<Arc<Patching>> {
+        if let Some(now) = self.patches.now()
+            && now.base() == base
+        {
+            return Some(Arc::clone(now));
+        }
+        let back = self.back.as_ref()?.key();
+        let front = self.newest().filter(|(newest, _)| *newest == base)?.1.buffer.memory();
+        let front = Arc::clone(front);
+        self.pin(base);
+        let (patching, before) = self.patches.begin((base, front), back, blocks);
+        before.into_iter().for_each(|before| self.unpin(before, 1));
+        Some(patching)
+    }
+
+    /// A block is about to be written into the buffer that is pulled into, as a whole.
+    pub(super) fn comes_whole(&mut self, block: BlockId) {
+        match (self.patches.now(), &self.back) {
+            (Some(now), _) => now.comes_whole(block),
+            (None, Some(back)) => self.patches.forget(back.key()),
+            (None, None) => {}
+        }
+    }
+
+    /// The buffer that is pulled into is about to be written otherwise.
+    pub(super) fn is_filled(&mut self) {
+        let before = self.patches.end();
+        before.into_iter().for_each(|before| self.unpin(before, 1));
+        self.back.iter().for_each(|back| self.patches.forget(back.key()));
     }
 
     /// A buffer is needed: frees the oldest version that names alone keep. Whoever opens such a name later finds that
@@ -294,6 +334,8 @@ impl Versions {
     /// Makes the buffer that was pulled into `version`.
     pub(super) fn publish(&mut self, version: Version) {
         if let Some(buffer) = self.back.take() {
+            let before = self.patches.publish(version, buffer.key());
+            before.into_iter().for_each(|before| self.unpin(before, 1));
             self.shown.insert(version, Shown::new(buffer, SystemTime::now()));
             let gone = self.surplus.made(self.free.len());
             self.free.truncate(self.free.len() - gone);
@@ -303,6 +345,7 @@ impl Versions {
     /// Shows `version` from the buffer of new weights that it was made from. [`Self::take_buffer`] gave the buffer, and
     /// nobody writes it any more.
     pub(super) fn show_own(&mut self, version: Version, buffer: Region) {
+        self.is_filled();
         self.lent.retain(|(key, _)| *key != buffer.key());
         self.shown.insert(version, Shown { is_sent: true, ..Shown::new(buffer, SystemTime::now()) });
     }
@@ -342,8 +385,10 @@ impl Versions {
         at: SystemTime,
         hold: Arc<dyn Any + Send + Sync>,
     ) {
+        self.is_filled();
         self.free.clear();
         self.back = None;
+        self.patches.retain(|_| false);
         // Who publishes again and again takes it before the next version or so.
         if let Some((_, versions)) = &mut self.kept {
             *versions += 1;
@@ -374,7 +419,10 @@ impl Versions {
         let free = self.free.pop().inspect(|_| self.surplus.taken(self.free.len()));
         let region = match free.or(kept) {
             // The key names these weights to the coordinator, which may still get messages about earlier ones.
-            Some(region) => self.named_anew(&region),
+            Some(region) => {
+                self.patches.forget(region.key());
+                self.named_anew(&region)
+            }
             None if self.total() >= max => {
                 return Err(io::Error::other(format!(
                     "all {max} version buffers (twice control/max_versions) are in use"

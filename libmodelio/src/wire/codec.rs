@@ -31,9 +31,11 @@ impl Message {
             Message::Push { form: Form::Wide | Form::Coded(_), .. } => {
                 1..=MOST_WIDENING as u32 * MAX_BLOCK_SIZE
             }
-            Message::Push { form: Form::Plain, .. } | Message::Block { .. } | Message::BlockAhead { .. } => {
-                1..=MAX_BLOCK_SIZE
-            }
+            Message::Push { form: Form::Plain, .. }
+            | Message::Block { .. }
+            | Message::BlockAhead { .. }
+            | Message::Changes { .. }
+            | Message::ChangesAhead { .. } => 1..=MAX_BLOCK_SIZE,
             Message::Load { what: DataKind::Weights, .. } => 1..=MAX_BLOCK_SIZE,
             Message::Create
             | Message::Registry(RegistryRequest::Put { .. } | RegistryRequest::Restore { .. })

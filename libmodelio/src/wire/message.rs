@@ -278,13 +278,15 @@ pub enum Message {
         /// The blocks.
         blocks: BlockRanges,
     },
-    /// Send the blocks of this range that this shard owns. Answered by a `Block` for each, in order, or by one
-    /// refusal.
+    /// Send the blocks of this range that this shard owns. Answered by a `Block` or `Changes` for each, in order, or by
+    /// one refusal.
     Pull {
         /// The version of the blocks.
         version: Version,
         /// The blocks.
         blocks: Range<u32>,
+        /// An older version that the client has, all of it: the shard may send what has changed since.
+        base: Option<Version>,
     },
     /// One of the fetched blocks, as the payload.
     Block {
@@ -670,6 +672,8 @@ pub enum Message {
     Follow {
         /// The plan.
         plan: PlanId,
+        /// As in `Pull`: then a block may come as `ChangesAhead`.
+        base: Option<Version>,
     },
     /// A block of the version that this plan makes, as the payload. It counts if the plan makes a version.
     BlockAhead {
@@ -721,6 +725,30 @@ pub enum Message {
     AllReduced {
         /// The results.
         values: Vec<f64>,
+    },
+
+    // -- a shard to a client that has an older version
+    /// What has changed in a block, as the payload: a patch of [`crate::bytes::changes`].
+    Changes {
+        /// The version.
+        version: Version,
+        /// The block.
+        block: BlockId,
+        /// The version that it changes.
+        base: Version,
+        /// The CRC32C of the block afterwards. None if nothing has changed.
+        crc: Option<u32>,
+    },
+    /// The same of the version that this plan makes, if the plan makes a version.
+    ChangesAhead {
+        /// The plan.
+        plan: PlanId,
+        /// The block.
+        block: BlockId,
+        /// The version that it changes.
+        base: Version,
+        /// The CRC32C of the block afterwards. None if nothing has changed.
+        crc: Option<u32>,
     },
 }
 
@@ -834,6 +862,8 @@ pub struct Plan {
     pub sources: Vec<PlanSource>,
     /// Blocks are added in the order of `sources`, and not as they come.
     pub ordered: bool,
+    /// The number of versions of which shards know what has changed in them.
+    pub changes: u32,
 }
 
 /// The work on a plan's blocks.

@@ -354,8 +354,16 @@ fn plan() -> impl Strategy<Value = Plan> {
             provisional,
         },
     );
-    (id64(PlanId), id64(Version), work, vec(source, 0..4), any::<bool>())
-        .prop_map(|(plan, base, work, sources, ordered)| Plan { plan, base, work, sources, ordered })
+    (id64(PlanId), id64(Version), work, vec(source, 0..4), (any::<bool>(), any::<u32>())).prop_map(
+        |(plan, base, work, sources, (ordered, changes))| Plan {
+            plan,
+            base,
+            work,
+            sources,
+            ordered,
+            changes,
+        },
+    )
 }
 
 fn kept() -> impl Strategy<Value = DataKind> {
@@ -529,7 +537,9 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         id64(PlanId).prop_map(|plan| Message::Probe { plan }).boxed(),
         (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::Missing { plan, blocks }).boxed(),
-        (id64(Version), range()).prop_map(|(version, blocks)| Message::Pull { version, blocks }).boxed(),
+        (id64(Version), range(), proptest::option::of(id64(Version)))
+            .prop_map(|(version, blocks, base)| Message::Pull { version, blocks, base })
+            .boxed(),
         (id64(Version), block()).prop_map(|(version, block)| Message::Block { version, block }).boxed(),
         plan().prop_map(|plan| Message::Start(Box::new(plan))).boxed(),
         id64(PlanId).prop_map(|plan| Message::Ready { plan }).boxed(),
@@ -668,7 +678,9 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         (learner(), id64(Step)).prop_map(|(learner, step)| Message::WholeBlock { learner, step }).boxed(),
         (id64(PlanId), squares()).prop_map(|(plan, squares)| Message::Measured { plan, squares }).boxed(),
-        id64(PlanId).prop_map(|plan| Message::Follow { plan }).boxed(),
+        (id64(PlanId), proptest::option::of(id64(Version)))
+            .prop_map(|(plan, base)| Message::Follow { plan, base })
+            .boxed(),
         (id64(PlanId), block()).prop_map(|(plan, block)| Message::BlockAhead { plan, block }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Begun { plan }).boxed(),
         any::<u64>().prop_map(|token| Message::WholeWeights { token }).boxed(),
@@ -684,6 +696,12 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             })
             .boxed(),
         vec(-1e9..1e9f64, 0..5).prop_map(|values| Message::AllReduced { values }).boxed(),
+        (id64(Version), block(), id64(Version), any::<Option<u32>>())
+            .prop_map(|(version, block, base, crc)| Message::Changes { version, block, base, crc })
+            .boxed(),
+        (id64(PlanId), block(), id64(Version), any::<Option<u32>>())
+            .prop_map(|(plan, block, base, crc)| Message::ChangesAhead { plan, block, base, crc })
+            .boxed(),
     ]
 }
 

@@ -320,7 +320,7 @@ fn wrong_lists_of_blocks_are_refused() {
     // Missing, plan 1, two ranges.
     let decoded = Message::decode(&[27, 1, 2, 2, 3, 3, 4], 0);
     assert_eq!(decoded, Err(WireError::Ranges { message: "Missing", error }));
-    let pull = Message::Pull { version: Version(1), blocks: 4..4 };
+    let pull = Message::Pull { version: Version(1), blocks: 4..4, base: None };
     let error = RangesError::Empty { start: 4, end: 4 };
     assert_eq!(frame(&pull, 0, Epoch(0), &[]), Err(WireError::Ranges { message: "Pull", error }));
 }

@@ -10,6 +10,7 @@
 //! are added in the given order, and nothing is fused.
 
 pub mod coded;
+mod differ;
 mod double;
 mod fp8;
 mod level;
@@ -329,6 +330,16 @@ fn widen_changed_of<const SIZE: usize>(wire: Wire, old: &[u8], new: &[u8], maste
             *master = if old == new { *master } else { *wide };
         }
     }
+}
+
+/// Sets a bit for each line of 64 bytes that differs, and clears the others. The last line may be shorter.
+///
+/// # Panics
+/// If the lengths disagree, or there is not a bit for each line.
+pub fn differing_lines(old: &[u8], new: &[u8], bits: &mut [u64]) {
+    assert_eq!(old.len(), new.len(), "compared");
+    assert_eq!(old.len().div_ceil(differ::LINE).div_ceil(64), bits.len(), "a bit a line");
+    dispatch(differ::Differ { old, new, bits });
 }
 
 /// Copy, past the caches when large.

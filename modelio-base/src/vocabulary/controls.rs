@@ -132,10 +132,14 @@ impl FromStr for Consistency {
 
 /// The value of a setting whose meaning depends on the consistency.
 const AUTO: &str = "auto";
+/// The value of `delta` without it.
+const OFF: &str = "off";
 /// The value of `wire` without a coding.
 const FULL: &str = "full";
 /// The greatest count that a setting takes.
 const MAX_COUNT: u32 = 65_536;
+/// The most versions of which it is known what has changed in them.
+const MAX_CHANGES: u32 = 1024;
 /// The highest number of a version that a setting takes.
 const LAST_VERSION: u64 = 1 << 48;
 /// Most learners of a job at a time.
@@ -209,6 +213,12 @@ pub struct Controls {
     pub retain: u32,
     /// Versions that programs may hold open; see [`Self::most_buffers`].
     pub max_versions: u32,
+    /// Versions of which shards know what has changed in them.
+    #[serde(default = "kept_changes")]
+    pub changes: u32,
+    /// Whether clients pull what has changed, and not all.
+    #[serde(default = "yes")]
+    pub delta: bool,
     /// When clients pull versions. `None`: see [`Self::pull_policy`].
     pub pull: Option<PullPolicy>,
     /// Whether an open waits for the version with the learner's own step. `None`: see [`Self::reads_own_step`].
@@ -246,6 +256,15 @@ fn shard_patience() -> Duration {
     Duration::from_secs(20)
 }
 
+/// The default of [`Controls::changes`].
+fn kept_changes() -> u32 {
+    16
+}
+
+fn yes() -> bool {
+    true
+}
+
 fn most_learners() -> u32 {
     MAX_LEARNERS
 }
@@ -271,6 +290,8 @@ impl Default for Controls {
             shard_patience: shard_patience(),
             retain: 0,
             max_versions: 16,
+            changes: kept_changes(),
+            delta: yes(),
             pull: None,
             read_own_step: None,
             staleness_aware: false,
@@ -373,6 +394,8 @@ const OTHERS: &[(&str, &str)] = &[
     ("shard_patience", "seconds for which calls wait for a shard that is out of reach"),
     ("retain", "older versions kept under versions/"),
     ("max_versions", "versions that programs may hold open; twice as many buffers may exist"),
+    ("changes", "newest versions of which shards know what has changed in them; 0 is none"),
+    ("delta", "auto: what has changed is pulled in place of all, where that is less; or off"),
     (
         "pull",
         "versions are pulled eager (at once), adaptive (just before they are opened), or on-demand; or auto",
@@ -437,6 +460,8 @@ impl Controls {
             "shard_patience" => self.shard_patience.as_secs_f64().to_string(),
             "retain" => self.retain.to_string(),
             "max_versions" => self.max_versions.to_string(),
+            "changes" => self.changes.to_string(),
+            "delta" => if self.delta { AUTO } else { OFF }.to_owned(),
             "pull" => self.pull.map_or_else(|| AUTO.to_owned(), |policy| policy.to_string()),
             "read_own_step" => self.read_own_step.map_or_else(|| AUTO.to_owned(), |reads| reads.to_string()),
             "nonfinite" => match self.nonfinite {
@@ -501,6 +526,14 @@ impl Controls {
             }
             "retain" => new.retain = field.count(0, MAX_COUNT)?,
             "max_versions" => new.max_versions = field.count(3, MAX_COUNT)?,
+            "changes" => new.changes = field.count(0, MAX_CHANGES)?,
+            "delta" => {
+                new.delta = match field.value.to_ascii_lowercase().as_str() {
+                    AUTO => true,
+                    OFF => false,
+                    _ => return Err(field.invalid("auto or off")),
+                }
+            }
             "pull" => new.pull = field.word_or_auto("auto, eager, adaptive or on-demand")?,
             "read_own_step" => new.read_own_step = field.word_or_auto("auto, true or false")?,
             "nonfinite" => {
@@ -898,6 +931,9 @@ mod tests {
             ("shard_patience", "3"),
             ("retain", "3"),
             ("max_versions", "9"),
+            ("changes", "4"),
+            ("delta", "off"),
+            ("delta", "auto"),
             ("nonfinite", "accept"),
             ("frozen", "*.running_*\nhead"),
             ("tensors", "*.bias weight_decay=0\nhead.* frozen learning_rate_scale=0.1 reducer=sgd"),
@@ -961,6 +997,9 @@ mod tests {
             ("reducer", "SGD2"),
             ("reducer", "adam w"),
             ("learners", "4097"),
+            ("changes", "1025"),
+            ("changes", "-1"),
+            ("delta", "on"),
             ("consistency", "maybe"),
             ("consistency", "quorum"),
             ("consistency", "quorum()"),

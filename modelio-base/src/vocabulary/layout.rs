@@ -371,6 +371,18 @@ impl ModelLayout {
         segment.dtype.is_reducible() && !(offset - segment.bytes.start).is_multiple_of(size)
     }
 
+    /// The bytes of a block. None if the model has no such block.
+    pub fn block_len(&self, block: BlockId) -> Option<u32> {
+        let extent = (block.0 < self.blocks()).then(|| self.block_bytes(block))?;
+        Some((extent.end - extent.start) as u32)
+    }
+
+    /// The unit by which versions of a block are compared: the bytes of its narrowest element, 8 at most.
+    pub fn unit(&self, block: BlockId) -> usize {
+        let units = self.segments(block).iter().map(|segment| segment.dtype.alignment());
+        units.min().unwrap_or(1).min(8)
+    }
+
     /// The typed runs of `block`, by rising offset, covering it without gaps.
     pub fn segments(&self, block: BlockId) -> &[Segment] {
         let i = block.index();

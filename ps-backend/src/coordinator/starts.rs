@@ -51,6 +51,7 @@ impl CoordinatorCore {
             work: plan.work.clone(),
             sources: senders.iter().map(source).collect(),
             ordered: replaces || controls.deterministic,
+            changes: controls.changes,
         }));
         Some((senders, start))
     }

@@ -19,6 +19,7 @@
 mod accumulator;
 mod buffer;
 mod builder;
+mod changes;
 mod coded;
 mod error;
 mod job;
@@ -56,6 +57,8 @@ use parking_lot::Mutex;
 pub use accumulator::Payload;
 pub use buffer::EarlyBlock;
 use builder::{How, VersionBuilder};
+use changes::ChangeLog;
+pub use changes::Since;
 pub use error::PartitionError;
 use job::Alive;
 pub use job::{BlockInput, PartitionJob, Target};
@@ -73,6 +76,9 @@ use versions::Versions;
 pub use versions::{Limits, VersionWatch};
 
 use crate::memory::MemoryUse;
+
+/// The versions whose changes are known, until the coordinator says another number.
+const KEPT_CHANGES: usize = 16;
 
 /// The memory of one shard's partition of a model. Clones share it. Block numbers are those of the partition.
 #[derive(Clone, Debug)]
@@ -104,6 +110,8 @@ impl KeepsSpares for StoreShared {
 struct Inner {
     versions: Versions,
     state: State,
+    /// What has changed in the newest versions.
+    changes: ChangeLog,
     /// Set until version 0 is complete.
     loading: Option<Arc<Newest>>,
     /// Whether masters and optimizer state are loaded, too. Then all of them must come.
@@ -143,6 +151,7 @@ impl PartitionStore {
         let mut inner = Inner {
             versions,
             state,
+            changes: ChangeLog::new(layout.size(), KEPT_CHANGES),
             loading: None,
             loads_state: false,
             running: Weak::new(),
@@ -205,7 +214,8 @@ impl PartitionStore {
                 let steps = ByteSteps::of_partition(partition, tensors, groups, factors);
                 let adds_up = !step.reducer.combine().replaces();
                 let adds_there = in_place && adds_up && inner.adds_there;
-                let how = How { check, adds_there, leaves_masters: false, fresh_state: *fresh_state };
+                let (assigns, fresh_state) = (!adds_up, *fresh_state);
+                let how = How { check, adds_there, assigns, leaves_masters: false, fresh_state };
                 Some((None, steps, how))
             }
             // New weights that lie in a buffer of this store stay where they are.
@@ -213,11 +223,16 @@ impl PartitionStore {
                 let written = inner.versions.lent(RegionKey(*token));
                 let all = TensorSteps::uniform(partition.tensor_ends().len(), 1);
                 let steps = ByteSteps::of_partition(partition, &all, &Groups::default(), &none);
-                Some((written, steps, How { check, leaves_masters: in_place, ..How::default() }))
+                Some((
+                    written,
+                    steps,
+                    How { check, assigns: true, leaves_masters: in_place, ..How::default() },
+                ))
             }
         };
         let build = |(written, steps, how)| {
-            VersionBuilder::new(layout, (&inner.versions, &inner.state), written, steps, how)
+            let changes = inner.changes.next(layout.blocks());
+            VersionBuilder::new(layout, (&inner.versions, &inner.state), (written, changes), steps, how)
         };
         let builder = made.map(build).transpose()?;
         if work.combine().is_some_and(Combine::replaces) {
@@ -317,6 +332,7 @@ impl PartitionStore {
         }
         job.check_finished()?;
         inner.versions.publish(builder.version, &builder.back);
+        inner.changes.publish(builder.version, builder.changes.clone());
         inner.state.copies.reverse();
         if let Work::Reduce { step, groups, .. } = &job.work {
             inner.state.slots_used |= groups.widest(step.reducer).state_slots() > 0;
@@ -333,6 +349,16 @@ impl PartitionStore {
         let mut inner = self.shared.inner.lock();
         inner.versions.limits = limits;
         inner.versions.reuse();
+    }
+
+    /// From now on, it is known of so many versions what has changed in them.
+    pub fn keep_changes(&self, versions: usize) {
+        self.shared.inner.lock().changes.keep(versions);
+    }
+
+    /// What has changed after `base` until `version`, if that is known.
+    pub fn since(&self, base: Version, version: Version) -> Option<Since> {
+        self.shared.inner.lock().changes.since(base, version)
     }
 
     /// From now on, so many versions before the newest are kept, whether they are pinned or not.
@@ -405,10 +431,10 @@ impl PartitionStore {
         let inner = self.shared.inner.lock();
         let versions: Vec<_> =
             inner.versions.memory().map(Arc::clone).chain(inner.versions.lent_memory()).collect();
-        let state = inner.state.taken();
+        let (state, changes) = (inner.state.taken(), inner.changes.taken());
         drop(inner);
         ShardMemory {
-            versions: versions.iter().map(|memory| memory.taken()).sum(),
+            versions: versions.iter().map(|memory| memory.taken()).sum::<u64>() + changes,
             state,
             sums: self.shared.sums.taken(),
         }

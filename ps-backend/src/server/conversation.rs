@@ -18,14 +18,13 @@ use libmodelio::wire::{
 use super::coordinator::Coordinator;
 use super::errands::{self, Errand};
 use super::origins::{Origin, OriginPlace};
-use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, ToCoordinator};
+use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, Sending, ToCoordinator};
 use super::rdma_clients::RdmaClient;
 use super::redirect::{Redirect, TurnedAway};
 use super::shared::Shared;
 use super::shm_clients::ShmClient;
 use super::unsent::{AdminAnswer, Unsent, UnsentAll, answer, answer_counted};
 use super::{admin, models, moving};
-use crate::partition::store::PinnedVersion;
 
 /// The longest silence on a connection.
 const SILENCE: Duration = Duration::from_secs(10);
@@ -41,6 +40,15 @@ enum PeerKind {
     Admin,
 }
 
+/// A request for blocks.
+struct Asked {
+    version: Version,
+    /// None for the version as a whole.
+    blocks: Option<Range<u32>>,
+    /// The version that the client has.
+    base: Option<Version>,
+}
+
 /// A client's connection for blocks.
 struct Data {
     sender: Sender,
@@ -49,12 +57,12 @@ struct Data {
     reservation: Option<Reservation>,
     /// When to check blocks again that wait for an unknown plan.
     rouse_at: Option<Instant>,
-    /// The requested blocks, or versions as a whole.
-    pulls: VecDeque<(Version, Option<Range<u32>>)>,
+    /// What was requested.
+    pulls: VecDeque<Asked>,
     /// The plan whose blocks are sent as they are computed.
     follows: Option<PlanId>,
     /// The version that is being sent.
-    pinned: Option<Arc<PinnedVersion>>,
+    pinned: Option<Sending>,
     /// The shared memory, if the client is on this host.
     memory: Option<Box<ShmClient>>,
     /// The RDMA connection, if the client uses one.
@@ -374,7 +382,7 @@ impl Data {
             }
         }
         loop {
-            let Some((version, blocks)) = self.pulls.front_mut() else {
+            let Some(Asked { version, blocks, base }) = self.pulls.front_mut() else {
                 let followed = self.next_followed(link);
                 if followed.is_none() {
                     // An idle connection must not keep its version's buffer. If several did, each with another version,
@@ -383,10 +391,10 @@ impl Data {
                 }
                 return followed;
             };
-            let version = *version;
-            if self.pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
+            let (version, base) = (*version, *base);
+            if self.pinned.as_ref().is_none_or(|pinned| !pinned.is_of(version, base)) {
                 self.pinned = None;
-                match self.partition.version(version, link) {
+                match self.partition.version(version, base, link) {
                     Ok(Some(pinned)) => self.pinned = Some(pinned),
                     Ok(None) => return None,
                     Err(refusal) => {
@@ -398,7 +406,8 @@ impl Data {
             }
             let Some(pinned) = &self.pinned else { continue };
             let Some(blocks) = blocks else {
-                let whole = self.memory.as_mut().and_then(|memory| memory.whole(&self.partition, pinned));
+                let whole =
+                    self.memory.as_mut().and_then(|memory| memory.whole(&self.partition, &pinned.version));
                 if whole.is_some() {
                     self.pulls.pop_front();
                     return whole;
@@ -411,7 +420,10 @@ impl Data {
                 continue;
             };
             let outgoing = match &mut self.memory {
-                Some(memory) => memory.block(&self.partition, pinned, BlockId(block)),
+                Some(memory) => {
+                    let changes = self.partition.changes(pinned, BlockId(block));
+                    changes.or_else(|| memory.block(&self.partition, &pinned.version, BlockId(block)))
+                }
                 None => self.partition.block(pinned, BlockId(block)),
             };
             if let (Some(_), Some(Outgoing { payload: Some(piece), .. })) = (&self.remote, &outgoing) {
@@ -500,13 +512,14 @@ impl Data {
             Message::Pull { .. } | Message::PullWhole { .. } if self.pulls.len() >= MAX_PULLS => {
                 return Err(Refusal::other(format!("more than {MAX_PULLS} pulls on one connection")));
             }
-            Message::Pull { version, blocks } => {
+            Message::Pull { version, blocks, base } => {
                 // The client waits no longer for what it has followed.
                 self.follows = None;
-                self.pulls.push_back((*version, Some(blocks.clone())));
+                let blocks = Some(blocks.clone());
+                self.pulls.push_back(Asked { version: *version, blocks, base: *base });
             }
-            Message::Follow { plan } if !self.goes_through_rings() => {
-                self.partition.begin_following(self.sender.client, *plan);
+            Message::Follow { plan, base } if !self.goes_through_rings() => {
+                self.partition.begin_following(self.sender.client, *plan, *base);
                 self.follows = Some(*plan);
             }
             // Its region is the model's bytes.
@@ -514,7 +527,7 @@ impl Data {
                 if self.memory.is_some()
                     && self.partition.layout().size() == self.partition.model_bytes() =>
             {
-                self.pulls.push_back((*version, None));
+                self.pulls.push_back(Asked { version: *version, blocks: None, base: None });
             }
             other => return Err(Refusal::Role { what: other.name().to_owned() }),
         }

@@ -144,7 +144,7 @@ impl ShmClient {
         let Some(region) = self.lend(partition, memory) else {
             // The block goes through the ring.
             partition.store().tally().copied(Flow::Pull, version.block(local).len());
-            return partition.block(version, block);
+            return partition.whole_block(version, block);
         };
         partition.store().tally().moved(Flow::Pull, version.block(local).len());
         self.last_request += 1;

@@ -250,7 +250,7 @@ fn memory_that_changes_after_a_timeout_never_counts() {
             let mut raw = Raw::welcomed_by(&world, 1);
             let block = world.record.block_map().unwrap().blocks_of(world.shards()[1].shard).next().unwrap();
             let version = Version(readers.len() as u64);
-            raw.say(Message::Pull { version, blocks: block.0..block.0 + 1 });
+            raw.say(Message::Pull { version, blocks: block.0..block.0 + 1, base: None });
             assert!(matches!(raw.receive().unwrap().message, Message::Share { .. }));
             readers.push(raw);
             readers.iter_mut().for_each(Raw::lives);

@@ -202,9 +202,9 @@ fn push(learner: &Learner, raw: &mut Raw) {
 fn a_client_that_follows_another_plan_gets_no_block_of_the_one_before_again() {
     let (_world, _client, _learner, [mut one, mut other]) = followable();
     let (mut came, next) = (Came::new(PlanId(1)), PlanId(2));
-    one.say(0, &Message::Follow { plan: came.plan });
+    one.say(0, &Message::Follow { plan: came.plan, base: None });
     (0..10).for_each(|_| assert_eq!(came.next(&mut one), None));
-    other.say(0, &Message::Follow { plan: next });
+    other.say(0, &Message::Follow { plan: next, base: None });
     // The shard answers in order.
     other.say(0, &Message::Probe { plan: came.plan });
     while !matches!(other.receive().0.message, Message::Missing { .. }) {}
@@ -217,7 +217,7 @@ fn a_client_that_follows_another_plan_gets_no_block_of_the_one_before_again() {
 fn a_slow_client_gets_all_blocks_of_a_version_that_is_no_longer_the_newest() {
     let (_world, _client, learner, [mut one, _other]) = followable();
     let mut came = Came::new(PlanId(1));
-    one.say(0, &Message::Follow { plan: came.plan });
+    one.say(0, &Message::Follow { plan: came.plan, base: None });
     (0..10).for_each(|_| assert_eq!(came.next(&mut one), None));
     push(&learner, &mut one);
     let until = Instant::now() + LONG;
@@ -234,14 +234,14 @@ fn a_slow_client_gets_all_blocks_of_a_version_that_is_no_longer_the_newest() {
         push(&learner, &mut one);
     }
     let gone = PlanId(2);
-    one.say(0, &Message::Follow { plan: gone });
+    one.say(0, &Message::Follow { plan: gone, base: None });
     let refusal = Refusal::NoVersion { wanted: Version(2), newest: Version(6) };
     assert_eq!(Came::new(gone).other(&mut one), Message::Refused(refusal));
     // A client that pulls does not wait for what it follows any more.
     let newest = PlanId(6);
-    one.say(0, &Message::Follow { plan: newest });
+    one.say(0, &Message::Follow { plan: newest, base: None });
     (0..10).for_each(|_| assert_eq!(Came::new(newest).next(&mut one), None));
-    one.say(0, &Message::Pull { version: Version(6), blocks: 0..1 });
+    one.say(0, &Message::Pull { version: Version(6), blocks: 0..1, base: None });
     let (mut ahead, mut pulled) = (10, false);
     while !pulled || !is_quiet(&one) {
         match one.receive().0.message {

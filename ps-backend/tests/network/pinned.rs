@@ -192,7 +192,7 @@ fn hold(endpoint: &Endpoint, world: &World, version: Version) {
         generation: record.generation,
         client: ClientId(7),
     };
-    let pull = Message::Pull { version, blocks: 0..16 };
+    let pull = Message::Pull { version, blocks: 0..16, base: None };
     let frames = [hello, pull];
     let said: Vec<u8> =
         frames.iter().flat_map(|message| frame(message, 0, record.epoch, &[]).unwrap()).collect();

@@ -201,7 +201,7 @@ impl Talk {
                     self.say(&Message::Done, request, &[]);
                 }
             }
-            Message::Pull { version, blocks } => {
+            Message::Pull { version, blocks, .. } => {
                 let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
                 for block in blocks.map(libmodelio::vocabulary::ids::BlockId) {
                     let extent = layout.block_bytes(block);

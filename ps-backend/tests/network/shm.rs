@@ -229,7 +229,7 @@ fn false_claims_are_refused_by_name_and_hurt_nobody_else() {
         ("leave region 1", Some(sealed(1 << 20)), vec![share(1 << 20), push(1, u64::MAX - 100)]),
         ("is not the next", None, vec![Message::Done]),
         // Versions are shown where they lie, so nothing is sent ahead.
-        ("Follow", None, vec![Message::Follow { plan: PlanId(1) }]),
+        ("Follow", None, vec![Message::Follow { plan: PlanId(1), base: None }]),
         (
             "there is no region 1",
             Some(sealed(4096)),
@@ -307,7 +307,7 @@ fn blocks_of_plans_that_never_come_do_not_wait_for_ever() {
 impl Raw {
     /// Pulls `version`, and says of none of its blocks that they are copied.
     fn hold(&mut self, version: Version, blocks: u32) -> Vec<BorrowedRange> {
-        self.say(Message::Pull { version, blocks: 0..blocks });
+        self.say(Message::Pull { version, blocks: 0..blocks, base: None });
         let Message::Share { region, bytes } = self.receive().unwrap().message else { panic!("not shared") };
         let mut regions = Regions::new(bytes);
         regions.share(region, bytes, &self.descriptors).unwrap();
@@ -486,7 +486,7 @@ fn a_plan_that_waits_for_memory_holds_up_no_other_model() {
     let waiting = loop {
         assert!(readers.len() < 10, "as many versions as there are buffers are read");
         let mut raw = Raw::welcomed(&world);
-        raw.say(Message::Pull { version: Version(readers.len() as u64), blocks: 0..1 });
+        raw.say(Message::Pull { version: Version(readers.len() as u64), blocks: 0..1, base: None });
         assert!(matches!(raw.receive().unwrap().message, Message::Share { .. }));
         readers.push(raw);
         readers.iter_mut().for_each(Raw::lives);

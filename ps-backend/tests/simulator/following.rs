@@ -108,7 +108,7 @@ impl World {
             return;
         }
         if let Some(message) = client.core.next_follow(partition, asked) {
-            if let Message::Follow { plan } = message {
+            if let Message::Follow { plan, .. } = message {
                 client.followed[partition] = (epoch, plan);
             }
             self.send(Node::Client(index), to, 0, message, Body::None);

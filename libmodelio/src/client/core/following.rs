@@ -59,7 +59,7 @@ impl ClientCore {
             return None;
         }
         receiving.sends_ahead = true;
-        Some(Message::Follow { plan })
+        Some(Message::Follow { plan, base: pull.base })
     }
 
     /// The version that this plan makes, if it is being pulled.

@@ -39,6 +39,8 @@ pub(super) struct Pull {
     pub(super) decided: bool,
     /// A shard has a newer version by now, and not this one.
     pub(super) is_gone: bool,
+    /// The version that is shown, if shards may send what has changed since.
+    pub(super) base: Option<Version>,
 }
 
 impl Pull {
@@ -63,6 +65,7 @@ impl Pull {
             follows,
             decided: follows.is_none(),
             is_gone: false,
+            base: None,
         }
     }
 }
@@ -116,7 +119,8 @@ impl ClientCore {
             return;
         }
         self.pull_times.began(now);
-        self.pull = Some(Pull::new(self.state.version, self.owners.owned(), None, now));
+        let pull = Pull::new(self.state.version, self.owners.owned(), None, now);
+        self.pull = Some(Pull { base: self.base(), ..pull });
         actions.extend(self.owners.partitions().map(Action::Wake));
     }
 
@@ -252,7 +256,33 @@ impl ClientCore {
         let last = asked.windows(2).find(|pair| gap(pair)).map_or(last, |pair| pair[0]);
         asked.into_iter().take_while(|&block| block <= last).for_each(|block| receiving.asked.insert(block));
         receiving.moved = now;
-        Some(Message::Pull { version: pull.version, blocks: first as u32..last as u32 + 1 })
+        let blocks = first as u32..last as u32 + 1;
+        Some(Message::Pull { version: pull.version, blocks, base: pull.base })
+    }
+
+    /// The version since which shards may send what has changed.
+    fn base(&self) -> Option<Version> {
+        self.buffers.shown().filter(|_| self.state.controls.delta)
+    }
+
+    /// The version since which shards may send what has changed of this one.
+    pub fn base_of(&self, version: Version) -> Option<Version> {
+        let pull = self.pull.as_ref().filter(|pull| pull.version == version)?;
+        pull.base.filter(|base| self.buffers.shown() == Some(*base))
+    }
+
+    /// What shards have sent of changes is of no use: this version is pulled whole.
+    pub fn pulls_whole(&mut self, version: Version, actions: &mut Vec<Action>) {
+        let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == version) else { return };
+        if pull.base.take().is_none() {
+            return;
+        }
+        // What is on its way is not wanted, so it is asked for again.
+        for receiving in &mut pull.partitions {
+            receiving.loses_ahead();
+            receiving.asked.intersect_with(&receiving.reserved);
+        }
+        actions.extend(self.owners.partitions().map(Action::Wake));
     }
 
     /// Whether the pulled version comes as a whole, from a shard that has all blocks of the model. A caller that
@@ -358,7 +388,8 @@ impl ClientCore {
     pub(super) fn follow(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(plan) = self.followable() else { return };
         self.pull_times.began_ahead(now);
-        self.pull = Some(Pull::new(self.state.version.next(), self.owners.owned(), Some(plan), now));
+        let pull = Pull::new(self.state.version.next(), self.owners.owned(), Some(plan), now);
+        self.pull = Some(Pull { base: self.base(), ..pull });
         actions.extend(self.owners.partitions().map(Action::Wake));
     }
 

@@ -9,6 +9,7 @@ use parking_lot::MutexGuard;
 
 use crate::bytes::mmap::Mapping;
 use crate::client::core::{PULL_BLOCKS, Push};
+use crate::client::patching::{NotPatched, Patching};
 use crate::client::payloads::Payload;
 use crate::client::payloads::residual::NotCoded;
 use crate::client::payloads::sum;
@@ -140,7 +141,7 @@ impl Shared {
             return None;
         }
         let message = inner.core.next_follow(route.partition, *followed)?;
-        if let &Message::Follow { plan } = &message {
+        if let &Message::Follow { plan, .. } = &message {
             *followed = plan;
         }
         Some(Outgoing { epoch: route.epoch(), ..Outgoing::new(0, message) })
@@ -292,7 +293,20 @@ impl Shared {
         version: Version,
         block: BlockId,
     ) -> Option<Target> {
-        self.reserve_in(self.inner.lock(), route, version, block)
+        self.reserve_in(self.inner.lock(), route, version, (block, None)).map(|(target, _)| target)
+    }
+
+    /// The place of a block of a version that is patched, and how. `None` if the block is not wanted, or not from this
+    /// base.
+    pub(in crate::client) fn reserve_patched(
+        &self,
+        route: &Route,
+        version: Version,
+        block: BlockId,
+        base: Version,
+    ) -> Option<(Target, Arc<Patching>)> {
+        let (target, patching) = self.reserve_in(self.inner.lock(), route, version, (block, Some(base)))?;
+        Some((target, patching?))
     }
 
     /// The place to receive a block into that a shard sends for a plan which the client follows.
@@ -304,7 +318,19 @@ impl Shared {
     ) -> Option<(Version, Target)> {
         let inner = self.inner.lock();
         let version = inner.core.followed(plan)?;
-        Some((version, self.reserve_in(inner, route, version, block)?))
+        let (target, _) = self.reserve_in(inner, route, version, (block, None))?;
+        Some((version, target))
+    }
+
+    /// The version that a plan makes which the client follows.
+    pub(in crate::client) fn followed(&self, plan: PlanId) -> Option<Version> {
+        self.inner.lock().core.followed(plan)
+    }
+
+    /// A patched block does not count. From now on, this version is pulled whole.
+    pub(in crate::client) fn not_patched(&self, version: Version, block: BlockId, why: &NotPatched) {
+        tracing::warn!(model = %self.model, %version, %block, "what has changed is of no use, so the version is pulled whole: {why}");
+        self.with_core(|core, _, actions| core.pulls_whole(version, actions));
     }
 
     fn reserve_in(
@@ -312,15 +338,20 @@ impl Shared {
         mut inner: MutexGuard<'_, Inner>,
         route: &Route,
         version: Version,
-        block: BlockId,
-    ) -> Option<Target> {
+        (block, base): (BlockId, Option<Version>),
+    ) -> Option<(Target, Option<Arc<Patching>>)> {
         let (retain, max) = inner.bounds();
-        if !inner.peers.is_in_force(route) || !inner.core.reserve(version, block) {
+        if !inner.peers.is_in_force(route)
+            || base.is_some() && base != inner.core.base_of(version)
+            || !inner.core.reserve(version, block)
+        {
             return None;
         }
         let back = inner.versions.back(retain, max).ok().flatten();
         let extent = self.layout.block_bytes(block);
-        let Some(back) = back else {
+        let blocks = self.layout.blocks();
+        let patching = base.filter(|_| back.is_some()).and_then(|base| inner.versions.patching(base, blocks));
+        let Some(back) = back.filter(|_| base.is_none() || patching.is_some()) else {
             let mut actions = Vec::new();
             inner.core.end_reservation(version, block, false, self.now(), &mut actions);
             self.act(inner, actions);
@@ -329,13 +360,17 @@ impl Shared {
         let memory = Arc::clone(back.memory());
         let shard = inner.core.shards()[route.partition];
         inner.observed.receives(block, shard, || self.now());
+        if patching.is_none() {
+            inner.versions.comes_whole(block);
+        }
         // SAFETY: only connections write the back buffer, and the core reserves each of its blocks for one of them at
         // a time. The buffer is published when no block is reserved any more. The range is within the model.
-        Some(unsafe {
+        let target = unsafe {
             let bytes = memory.bytes_mut(extent.start as usize..extent.end as usize);
             let (start, len) = (bytes.as_mut_ptr(), bytes.len());
             Target::new(start, len, memory as Guard)
-        })
+        };
+        Some((target, patching))
     }
 }
 

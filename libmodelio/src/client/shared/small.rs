@@ -62,6 +62,7 @@ impl Shared {
             && inner.core.takes_version(state.version)
             && let Ok(Some(back)) = inner.versions.back(retain, max)
         {
+            inner.versions.is_filled();
             // SAFETY: no connection is receiving, so the back buffer is this thread's as long as it has the lock.
             unsafe { back.memory().bytes_mut(0..bytes.len()) }.copy_from_slice(bytes);
             self.accounts.tally.moved(Flow::Pull, bytes.len());

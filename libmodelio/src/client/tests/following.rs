@@ -9,7 +9,7 @@ const PLAN: PlanId = PlanId(1);
 impl Bench {
     fn follow(&mut self, partition: usize) -> bool {
         match self.core.next_follow(partition, PlanId(0)) {
-            Some(Message::Follow { plan }) => plan == PLAN,
+            Some(Message::Follow { plan, .. }) => plan == PLAN,
             other => {
                 assert_eq!(other, None);
                 false
@@ -147,7 +147,10 @@ fn what_a_shard_does_not_send_ahead_is_asked_for_once_the_version_exists() {
     bench.pass(1000);
     let pull = |bench: &mut Bench, partition| bench.core.next_pull(partition, 8, bench.now);
     assert_eq!(pull(&mut bench, 0), None, "it is complete");
-    assert_eq!(pull(&mut bench, 1), Some(Message::Pull { version: Version(1), blocks: 3..4 }));
+    assert_eq!(
+        pull(&mut bench, 1),
+        Some(Message::Pull { version: Version(1), blocks: 3..4, base: Some(Version(0)) })
+    );
     assert!(bench.core.reserve(Version(1), BlockId(3)));
     bench.core.end_reservation(Version(1), BlockId(3), true, bench.now, &mut bench.said);
     assert!(bench.is_pulled());
@@ -166,7 +169,7 @@ fn blocks_that_were_lost_on_their_way_are_asked_for_at_once() {
         assert!(!bench.follow(0), "the shard sends no block twice");
         assert_eq!(bench.core.next_pull(0, 8, bench.now), None, "there is no version");
         bench.made(3, 1, 1, 1);
-        let missing = Message::Pull { version: Version(1), blocks: 2..3 };
+        let missing = Message::Pull { version: Version(1), blocks: 2..3, base: Some(Version(0)) };
         assert_eq!(bench.core.next_pull(0, 8, bench.now), Some(missing));
     }
 }
@@ -179,7 +182,10 @@ fn no_plan_is_followed_while_a_connection_receives_for_another_one() {
     bench.grant(2);
     assert_eq!(bench.core.next_follow(0, PlanId(0)), None);
     bench.core.end_reservation(Version(1), BlockId(0), true, bench.now, &mut bench.said);
-    assert_eq!(bench.core.next_follow(0, PLAN), Some(Message::Follow { plan: PlanId(2) }));
+    assert_eq!(
+        bench.core.next_follow(0, PLAN),
+        Some(Message::Follow { plan: PlanId(2), base: Some(Version(0)) })
+    );
     assert_eq!(bench.core.next_follow(0, PlanId(2)), None, "it was asked over this connection");
     assert!((0..4).all(|block| bench.comes(PlanId(2), block, true)), "nothing was there");
     bench.made(4, 1, 2, 2);

@@ -406,7 +406,7 @@ impl World {
 
     fn pull(&mut self, partition: usize) {
         while let Some(message) = self.core.next_pull(partition, 8, self.now) {
-            let Message::Pull { version, blocks } = message else { panic!("{message:?}") };
+            let Message::Pull { version, blocks, .. } = message else { panic!("{message:?}") };
             self.asked.extend(blocks.map(|block| (version, block)));
         }
     }

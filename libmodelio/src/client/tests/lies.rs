@@ -141,6 +141,9 @@ fn a_version_that_no_job_reaches_is_not_pulled() {
         bench.core.from_shard(0, Message::Refused(lie), bench.now, &mut bench.said);
         assert_eq!((bench.core.pulling(), bench.core.state().version), (Some(Version(1)), Version(1)));
         bench.pass(10);
-        assert_eq!(ask(&mut bench), Some(Message::Pull { version: Version(1), blocks: 0..3 }));
+        assert_eq!(
+            ask(&mut bench),
+            Some(Message::Pull { version: Version(1), blocks: 0..3, base: Some(Version(0)) })
+        );
     }
 }

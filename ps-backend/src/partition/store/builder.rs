@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use libmodelio::bytes::block::span;
+use libmodelio::bytes::changes::Changed;
 use libmodelio::bytes::kernels::{self, Input, Operands, Output, Source, Wire};
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::groups::Steps;
@@ -21,6 +22,7 @@ use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, INLINE, Payload, within};
 use super::buffer::{VOID, VersionBuffer};
+use super::changes::VersionChanges;
 use super::coded::CodedBlock;
 use super::places::{element_span, narrow, reduced};
 use super::state::{State, StateBuffer};
@@ -71,6 +73,8 @@ pub(super) struct VersionBuilder {
     /// The state on a device, if it is there.
     pub(super) arrays: Option<Arc<Arrays>>,
     changed: Arc<[AtomicU64]>,
+    /// What the version changes, if that is recorded.
+    pub(super) changes: Option<Arc<VersionChanges>>,
     how: How,
 }
 
@@ -81,10 +85,19 @@ pub(super) struct How {
     pub(super) check: bool,
     /// Whether contributions are added up where the version will be.
     pub(super) adds_there: bool,
+    /// Whether contributions are new weights.
+    pub(super) assigns: bool,
     /// Whether masters stay as they are until [`VersionBuilder::keep_masters`].
     pub(super) leaves_masters: bool,
     /// Whether all slots are zero. If not, those of a tensor at its first step may hold what another reducer has left.
     pub(super) fresh_state: bool,
+}
+
+impl How {
+    /// Whether elements that take their step `t` begin with state of zero, whatever the slots hold.
+    fn begins_anew(&self, step: &reducer::Step, t: u64) -> bool {
+        t == 1 && !self.fresh_state && step.reducer.state_slots() > 0
+    }
 }
 
 thread_local! {
@@ -102,14 +115,15 @@ const IN_PLACE: usize = 2 << 10;
 
 impl VersionBuilder {
     /// The builder of the next version, whose steps are these. Its state is prepared, if its reducer keeps some. The
-    /// version lies in the `written` buffer, which holds new values, or else in the next one.
+    /// version lies in the `written` buffer, which holds new values, or else in the next one. `changes` is the record of
+    /// what the version changes.
     ///
     /// # Errors
     /// When there is no buffer for the version.
     pub(super) fn new(
         layout: &Arc<ModelLayout>,
         (versions, state): (&Versions, &State),
-        written: Option<Arc<VersionBuffer>>,
+        (written, changes): (Option<Arc<VersionBuffer>>, Option<Arc<VersionChanges>>),
         steps: ByteSteps,
         how: How,
     ) -> io::Result<VersionBuilder> {
@@ -140,6 +154,7 @@ impl VersionBuilder {
             old_state: Arc::clone(&state.copies[0]),
             new_state: Arc::clone(&state.copies[state.copies.len() - 1]),
             changed: Arc::clone(&versions.changed),
+            changes,
             how,
         })
     }
@@ -211,14 +226,9 @@ impl VersionBuilder {
             && (step.reducer.state_slots() > 0 || wire.is_narrow() && !self.how.leaves_masters)
     }
 
-    /// Whether elements that take their step `t` begin with state of zero, whatever the slots hold.
-    fn begins_anew(&self, step: &reducer::Step, t: u64) -> bool {
-        t == 1 && !self.how.fresh_state && step.reducer.state_slots() > 0
-    }
-
     /// Whether what elements are computed of lies elsewhere meanwhile, and so is cut to what there is room for.
     fn needs_room(&self, step: &reducer::Step, t: u64, wire: Wire) -> bool {
-        self.sum.is_some() || self.changes_in_place(step, wire) || self.begins_anew(step, t)
+        self.sum.is_some() || self.changes_in_place(step, wire) || self.how.begins_anew(step, t)
     }
 
     /// The sum of contributions to `block`, if it lies where the version will be. From now on, the block holds no
@@ -253,9 +263,24 @@ impl VersionBuilder {
         }
     }
 
-    /// The block counts as it was built, finite or not.
+    /// The block counts as it was built, finite or not. It belongs to this thread.
     pub(super) fn approve(&self, block: BlockId) {
         self.mark(block, self.version.0);
+        if let Some(changes) = &self.changes {
+            changes.set(block, self.compare(block));
+        }
+    }
+
+    /// What has changed in a block that is built. An optimizer changes all fp32 elements, so they are not compared.
+    fn compare(&self, block: BlockId) -> Changed {
+        let mut types = self.layout.segments(block).iter().map(|segment| segment.dtype);
+        if !self.how.assigns && !types.any(|dtype| dtype.is_narrow()) {
+            return Changed::Whole;
+        }
+        let range = self.layout.block_bytes(block);
+        // SAFETY: the block belongs to this thread, which does not write it meanwhile.
+        let new = unsafe { self.back.region.memory().bytes(span(&range)) };
+        Changed::between(self.front.bytes(range), new, self.layout.unit(block))
     }
 
     /// Computes `block`. Returns whether all `terms` were finite.
@@ -447,7 +472,7 @@ impl VersionBuilder {
         let none = || -> &mut [f32] { &mut [] };
         let at = before.len().max(3) / 3;
         let mut before = before.chunks_mut(at);
-        let anew = self.begins_anew(step, step.t);
+        let anew = self.how.begins_anew(step, step.t);
         // SAFETY: the old state is immutable while its version is the newest, and is copied before if it is the new
         // one. The new elements belong to this thread.
         unsafe {
@@ -495,6 +520,9 @@ impl VersionBuilder {
             let output = unsafe { self.back.region.memory().bytes_mut(span(&range)) };
             kernels::stream_copy(self.front.bytes(range), output);
             self.back.stamp(block, self.version.0 - 1);
+        }
+        if let Some(changes) = &self.changes {
+            changes.set(block, Changed::Nothing);
         }
         // SAFETY: passed on to the caller.
         unsafe { self.carry_state(block, fresh) };

@@ -380,6 +380,13 @@ impl PartitionJob {
         Some(EarlyBlock::new(&builder.back, block, self.layout.block_bytes(block)))
     }
 
+    /// The patch that makes a computed block of the next version from the newest one's, if there is one.
+    pub fn early_patch(&self, block: BlockId, early: &EarlyBlock) -> Option<Vec<u8>> {
+        let changes = self.builder.as_ref()?.changes.as_ref()?;
+        let mut patch = Vec::new();
+        changes.patch(block, early.bytes(), &mut patch).then_some(patch)
+    }
+
     /// # Errors
     /// [`PartitionError::Unfinished`] names a block that is not computed.
     pub(super) fn check_finished(&self) -> Result<(), PartitionError> {

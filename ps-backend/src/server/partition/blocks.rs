@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
+use libmodelio::bytes::changes::Changed;
 use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::stream::{Guard, LentPayload};
 use libmodelio::transport::tally::Flow;
@@ -15,11 +16,13 @@ use libmodelio::wire::{Message, Refusal};
 
 use super::{Partition, PartitionState};
 use crate::partition::core::Ahead;
-use crate::partition::store::{EarlyBlock, PinnedVersion};
+use crate::partition::store::{EarlyBlock, PartitionJob, PinnedVersion, Since};
 
 /// A client that gets the blocks of a version as they are computed, over any of its connections.
 pub(super) struct Follower {
     plan: PlanId,
+    /// The version that it has.
+    base: Option<Version>,
     /// The blocks that were sent.
     sent: FixedBitSet,
 }
@@ -36,14 +39,31 @@ pub(in crate::server) enum Followed {
     Over,
 }
 
+/// A version that a connection sends.
+#[derive(Clone)]
+pub(in crate::server) struct Sending {
+    pub(in crate::server) version: Arc<PinnedVersion>,
+    /// What has changed since the version that the client has, if the shard knows.
+    since: Option<Since>,
+}
+
+impl Sending {
+    /// Whether it is this version, for a client that has `base`.
+    pub(in crate::server) fn is_of(&self, version: Version, base: Option<Version>) -> bool {
+        // What the shard does not know, it may have known before.
+        let has_base = self.since.as_ref().is_none_or(|since| Some(since.base()) == base);
+        self.version.version() == version && has_base
+    }
+}
+
 impl Partition {
     /// A client follows `plan` from now on, and no other plan. If it follows the plan already, it gets no block twice.
-    pub(in crate::server) fn begin_following(&self, client: ClientId, plan: PlanId) {
+    pub(in crate::server) fn begin_following(&self, client: ClientId, plan: PlanId, base: Option<Version>) {
         let blocks = self.store.partition().blocks().len();
         let mut state = self.state.lock();
         if state.followers.get(&client).is_none_or(|follower| follower.plan != plan) {
             let sent = FixedBitSet::with_capacity(blocks);
-            state.followers.insert(client, Follower { plan, sent });
+            state.followers.insert(client, Follower { plan, base, sent });
         }
     }
 
@@ -53,7 +73,7 @@ impl Partition {
         &self,
         client: ClientId,
         plan: PlanId,
-        pinned: &mut Option<Arc<PinnedVersion>>,
+        pinned: &mut Option<Sending>,
         link: &Link,
     ) -> Followed {
         let mut state = self.state.lock();
@@ -65,23 +85,26 @@ impl Partition {
         let local = match core.ahead(plan, &follower.sent) {
             Ahead::Computed(block) => {
                 let job = job.as_ref().filter(|(of, _)| *of == plan);
-                let Some(early) = job.and_then(|(_, job)| job.early(BlockId(block))) else {
+                let early = job.and_then(|(_, job)| Some((Arc::clone(job), job.early(BlockId(block))?)));
+                let Some((job, early)) = early else {
                     state.wait_for_blocks(link);
                     return Followed::Wait;
                 };
                 follower.sent.insert(block as usize);
+                let base = follower.base.filter(|base| *base == core.version());
                 drop(state);
-                return self.block_ahead(plan, BlockId(block), early);
+                return self.block_ahead(plan, BlockId(block), (&job, early), base);
             }
             Ahead::Made(version) => {
                 let Some(block) = follower.sent.zeroes().next() else {
                     return Followed::Over;
                 };
                 follower.sent.insert(block);
-                let newest = core.version();
+                let (newest, base) = (core.version(), follower.base);
                 drop(state);
-                if pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
-                    *pinned = self.store.version(version).map(Arc::new);
+                if pinned.as_ref().is_none_or(|pinned| !pinned.is_of(version, base)) {
+                    *pinned =
+                        self.store.version(version).map(|version| self.sending(Arc::new(version), base));
                     if pinned.is_none() {
                         return Followed::Gone(Refusal::NoVersion { wanted: version, newest });
                     }
@@ -97,8 +120,12 @@ impl Partition {
         let block = self.store.partition().global(local);
         let block = block.zip(pinned.as_ref()).and_then(|(block, pinned)| self.block(pinned, block));
         block.map_or(Followed::Over, |block| {
-            let Message::Block { block: of, .. } = block.message else { return Followed::Over };
-            Followed::Block(Outgoing { message: Message::BlockAhead { plan, block: of }, ..block })
+            let message = match block.message {
+                Message::Block { block, .. } => Message::BlockAhead { plan, block },
+                Message::Changes { block, base, crc, .. } => Message::ChangesAhead { plan, block, base, crc },
+                _ => return Followed::Over,
+            };
+            Followed::Block(Outgoing { message, ..block })
         })
     }
 
@@ -122,8 +149,20 @@ impl Partition {
         (bytes.len() as u64 == self.layout().size()).then_some(bytes)
     }
 
-    fn block_ahead(&self, plan: PlanId, local: BlockId, early: EarlyBlock) -> Followed {
+    fn block_ahead(
+        &self,
+        plan: PlanId,
+        local: BlockId,
+        (job, early): (&PartitionJob, EarlyBlock),
+        base: Option<Version>,
+    ) -> Followed {
         let Some(block) = self.store.partition().global(local) else { return Followed::Over };
+        if let Some(base) = base
+            && let Some(patch) = job.early_patch(local, &early)
+        {
+            let crc = (patch.len() > Changed::NOTHING_BYTES).then(|| early.checksum());
+            return Followed::Block(self.patch(Message::ChangesAhead { plan, block, base, crc }, patch));
+        }
         let (crc, guard) = (self.checksum.or_none(|| early.checksum()), Arc::new(early));
         // SAFETY: the bytes of an early block do not change while it lives, and the guard keeps it.
         let piece = unsafe { LentPayload::new(guard.bytes(), crc, Arc::clone(&guard) as Guard) };
@@ -146,14 +185,29 @@ impl Partition {
         Some(Message::Missing { plan, blocks })
     }
 
-    /// A version to read from. `None` if it is not here yet: the connection is woken when it may be.
+    /// A message with a patch.
+    fn patch(&self, message: Message, patch: Vec<u8>) -> Outgoing {
+        self.store.tally().moved(Flow::Pull, patch.len());
+        let payload = Some(LentPayload::owned(patch));
+        Outgoing { message, request: 0, epoch: self.epoch, payload }
+    }
+
+    /// A version for a client that has `base`.
+    fn sending(&self, version: Arc<PinnedVersion>, base: Option<Version>) -> Sending {
+        let since = base.and_then(|base| self.store.since(base, version.version()));
+        Sending { version, since }
+    }
+
+    /// A version to read from, for a client that has `base`. `None` if it is not here yet: the connection is woken when
+    /// it may be.
     pub(in crate::server) fn version(
         &self,
         wanted: Version,
+        base: Option<Version>,
         link: &Link,
-    ) -> Result<Option<Arc<PinnedVersion>>, Refusal> {
+    ) -> Result<Option<Sending>, Refusal> {
         if let Some(version) = self.store.version(wanted) {
-            return Ok(Some(Arc::new(version)));
+            return Ok(Some(self.sending(Arc::new(version), base)));
         }
         let mut state = self.state.lock();
         let newest = state.core.version();
@@ -164,13 +218,29 @@ impl Partition {
         drop(state);
         // The version may have come in between.
         match self.store.version(wanted) {
-            Some(version) => Ok(Some(Arc::new(version))),
+            Some(version) => Ok(Some(self.sending(Arc::new(version), base))),
             None => Err(Refusal::NoVersion { wanted, newest }),
         }
     }
 
-    /// A block of a version, as a payload.
-    pub(in crate::server) fn block(&self, version: &Arc<PinnedVersion>, block: BlockId) -> Option<Outgoing> {
+    /// A block of a version: what has changed in it, or all of it.
+    pub(in crate::server) fn block(&self, of: &Sending, block: BlockId) -> Option<Outgoing> {
+        self.changes(of, block).or_else(|| self.whole_block(&of.version, block))
+    }
+
+    /// What has changed in a block, if the shard knows.
+    pub(in crate::server) fn changes(&self, of: &Sending, block: BlockId) -> Option<Outgoing> {
+        let (since, local) = (of.since.as_ref()?, self.store.partition().local(block)?);
+        let (patch, crc) = since.patch(self.layout(), local, &of.version)?;
+        let (version, base) = (of.version.version(), since.base());
+        Some(self.patch(Message::Changes { version, block, base, crc }, patch))
+    }
+
+    pub(in crate::server) fn whole_block(
+        &self,
+        version: &Arc<PinnedVersion>,
+        block: BlockId,
+    ) -> Option<Outgoing> {
         let local = self.store.partition().local(block)?;
         let crc = self.checksum.or_none(|| version.checksum(local));
         let guard = Arc::clone(version) as Guard;

@@ -132,6 +132,7 @@ impl Partition {
         let check = sources.iter().any(|source| source.check);
         let (id, base) = (plan.plan, plan.base);
         let in_place = self.store.changes_in_place(&plan.work);
+        self.store.keep_changes(plan.changes as usize);
         let started = PartitionPlan { id, work: plan.work, base, sources, ordered: plan.ordered, in_place };
         let (before, repeats) = (actions.len(), state.core.running().is_some_and(|(of, _)| of == id));
         let insists = state.coordinated_since.elapsed() >= FORGOTTEN_AFTER;

@@ -58,7 +58,7 @@ impl VersionBuilder {
             let changes = of.t > 0 && brings != Brings::Nobody && !is_inert;
             match Wire::of(piece.dtype) {
                 Some(wire) if changes => {
-                    let anew = self.begins_anew(step, of.t);
+                    let anew = self.how.begins_anew(step, of.t);
                     let sums = counts.iter().map(|sum| Arc::clone(sum.memory())).collect();
                     let does = Does::Reduce { of, anew, sums };
                     runs.push(wire, &does, element_span(piece, wire), span(&piece.bytes).start);

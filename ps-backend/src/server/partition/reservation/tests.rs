@@ -76,6 +76,7 @@ fn begun() -> Arc<Partition> {
             work: Work::Add { combine: Combine::Sum },
             base: Version(0),
             ordered: false,
+            changes: 1,
             sources: CLIENTS.map(source).to_vec(),
         })),
         None,

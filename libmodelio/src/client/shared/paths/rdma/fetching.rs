@@ -167,7 +167,7 @@ impl RdmaPath {
         let due = self.pull.batches.iter().map(|batch| batch.blocks.len()).sum();
         let (outgoing, _) =
             to.shared.pull_request(&mut to.shared.inner.lock(), &to.route, due, usize::MAX)?;
-        let Message::Pull { version, blocks } = outgoing.message else { return None };
+        let Message::Pull { version, blocks, .. } = outgoing.message else { return None };
         if version != self.pull.version {
             to.shared.not_fetched(version, blocks.map(BlockId));
             return None;

@@ -1,0 +1,198 @@
+//! Pulling what has changed instead of all: the buffer of the next version is first brought up to the version that is
+//! shown, and then patched.
+//!
+//! A buffer holds a version that was shown earlier. What the versions after it have changed was kept when they were
+//! pulled, so as much is copied from the one that is shown. If that is not known, the block is copied whole. A patched
+//! block counts only if it has the checksum of the shard's.
+//!
+//! This module holds `unsafe`; each place says why it is sound.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::bytes::block::span;
+use crate::bytes::changes::{Changed, PatchError, Union};
+use crate::bytes::crc32c::crc32c;
+use crate::bytes::mmap::Mapping;
+use crate::bytes::region::RegionKey;
+use crate::transport::stream::Target;
+use crate::vocabulary::ids::{BlockId, Version};
+use crate::vocabulary::layout::ModelLayout;
+
+/// The most versions of which it is kept what they have changed. A buffer of an older one is filled by copying.
+const KEPT: usize = 4;
+
+/// Why a patched block does not count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum NotPatched {
+    /// The patch is broken.
+    #[error(transparent)]
+    Patch(#[from] PatchError),
+    /// The block is not the shard's.
+    #[error("the patched block has another checksum than the shard's")]
+    Checksum,
+}
+
+/// What a version has changed in the one that was shown before.
+#[derive(Debug)]
+struct Step {
+    base: Version,
+    blocks: Box<[Mutex<Changed>]>,
+}
+
+/// The filling of a buffer with the next version.
+#[derive(Debug)]
+pub(super) struct Patching {
+    /// The version that is shown meanwhile, and its memory. It is pinned.
+    base: Version,
+    front: Arc<Mapping>,
+    /// The buffer.
+    back: RegionKey,
+    /// What the buffer lacks of the base; none if all of it.
+    lacks: Option<Vec<Arc<Step>>>,
+    /// The blocks of the buffer that were written already. They hold nothing that is known.
+    touched: Box<[AtomicBool]>,
+    pulled: Arc<Step>,
+}
+
+impl Patching {
+    /// The version that is shown meanwhile.
+    pub(super) fn base(&self) -> Version {
+        self.base
+    }
+
+    /// A block is about to be written, as a whole.
+    pub(super) fn comes_whole(&self, block: BlockId) {
+        self.touched[block.index()].store(true, Ordering::Relaxed);
+        *self.pulled.blocks[block.index()].lock() = Changed::Whole;
+    }
+
+    /// Makes a block from the one of the base by `patch`. It has this checksum then, or none if nothing has changed.
+    ///
+    /// # Errors
+    /// [`NotPatched`]. Then the block is void.
+    ///
+    /// # Safety
+    /// The room is that of the block in the buffer, and belongs to this thread.
+    pub(super) unsafe fn patch(
+        &self,
+        layout: &ModelLayout,
+        block: BlockId,
+        room: &Target,
+        (patch, crc): (&[u8], Option<u32>),
+    ) -> Result<(), NotPatched> {
+        let (start, len) = room.raw();
+        // SAFETY: the block is this thread's, and the target keeps its memory.
+        let room = unsafe { std::slice::from_raw_parts_mut(start, len) };
+        // SAFETY: the base is pinned, and a version that is shown does not change.
+        let front = unsafe { self.front.bytes(span(&layout.block_bytes(block))) };
+        let was_touched = self.touched[block.index()].swap(true, Ordering::Relaxed);
+        match &self.lacks {
+            Some(steps) if !was_touched => match &steps[..] {
+                [] => {}
+                [step] => step.blocks[block.index()].lock().copy(front, room),
+                steps => {
+                    let mut union = Union::new(len, layout.unit(block));
+                    steps.iter().for_each(|step| union.add(&step.blocks[block.index()].lock()));
+                    union.all().copy(front, room);
+                }
+            },
+            _ => room.copy_from_slice(front),
+        }
+        let changed = Changed::apply(patch, room)?;
+        let is_right = match crc {
+            Some(crc) => crc32c(room) == crc,
+            None => changed == Changed::Nothing,
+        };
+        *self.pulled.blocks[block.index()].lock() = changed;
+        if is_right { Ok(()) } else { Err(NotPatched::Checksum) }
+    }
+}
+
+/// What the newest versions have changed, what free buffers hold, and how the next version's is filled.
+#[derive(Debug, Default)]
+pub(super) struct Patches {
+    steps: BTreeMap<Version, Arc<Step>>,
+    /// The versions that buffers hold which are not shown any more.
+    holds: Vec<(RegionKey, Version)>,
+    now: Option<Arc<Patching>>,
+}
+
+impl Patches {
+    /// This buffer is free, and holds a version.
+    pub(super) fn frees(&mut self, buffer: RegionKey, version: Version) {
+        self.holds.push((buffer, version));
+    }
+
+    /// This buffer is written by others, or is no more.
+    pub(super) fn forget(&mut self, buffer: RegionKey) {
+        self.holds.retain(|(of, _)| *of != buffer);
+    }
+
+    /// The buffers are these from now on.
+    pub(super) fn retain(&mut self, is_there: impl Fn(RegionKey) -> bool) {
+        self.holds.retain(|(of, _)| is_there(*of));
+    }
+
+    /// The filling of the next version's buffer, if it is patched.
+    pub(super) fn now(&self) -> Option<&Arc<Patching>> {
+        self.now.as_ref()
+    }
+
+    /// The buffer is filled beside the shown version `base`, which the caller has pinned. Returns a base that was pinned
+    /// for an earlier filling.
+    pub(super) fn begin(
+        &mut self,
+        (base, front): (Version, Arc<Mapping>),
+        back: RegionKey,
+        blocks: u32,
+    ) -> (Arc<Patching>, Option<Version>) {
+        let before = self.end();
+        let each = || (0..blocks).map(|_| Mutex::new(Changed::Whole)).collect();
+        let holds = self.holds.iter().find(|(of, _)| *of == back).map(|(_, version)| *version);
+        let patching = Arc::new(Patching {
+            base,
+            front,
+            back,
+            lacks: holds.and_then(|holds| self.since(holds, base)),
+            touched: (0..blocks).map(|_| AtomicBool::new(false)).collect(),
+            pulled: Arc::new(Step { base, blocks: each() }),
+        });
+        self.now = Some(Arc::clone(&patching));
+        (patching, before)
+    }
+
+    /// The filling is given up. What the buffer holds then is unknown. Returns the base, which need not be pinned any
+    /// more.
+    pub(super) fn end(&mut self) -> Option<Version> {
+        let before = self.now.take()?;
+        self.forget(before.back);
+        Some(before.base)
+    }
+
+    /// The buffer that is filled is `version` now. Returns the base, which need not be pinned any more.
+    pub(super) fn publish(&mut self, version: Version, buffer: RegionKey) -> Option<Version> {
+        let is_this = self.now.as_ref().is_some_and(|now| now.back == buffer);
+        let pulled = self.now.as_ref().filter(|_| is_this).map(|now| Arc::clone(&now.pulled));
+        self.steps.extend(pulled.map(|step| (version, step)));
+        while self.steps.len() > KEPT {
+            self.steps.pop_first();
+        }
+        self.forget(buffer);
+        self.end()
+    }
+
+    /// What has changed after `from` until `to`, if that is kept.
+    fn since(&self, from: Version, to: Version) -> Option<Vec<Arc<Step>>> {
+        let (mut at, mut steps) = (to, Vec::new());
+        while at > from {
+            let step = self.steps.get(&at)?;
+            at = step.base;
+            steps.push(Arc::clone(step));
+        }
+        (at == from).then_some(steps)
+    }
+}

@@ -1,0 +1,179 @@
+//! What has changed in each of the newest versions, block by block, for those who hold an older one.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use libmodelio::bytes::changes::{Changed, Union};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
+use parking_lot::Mutex;
+
+use super::pinned::PinnedVersion;
+
+/// The records of all versions take this share of the model's bytes at most.
+const SHARE: u64 = 10;
+
+/// What has changed in one version. A block that nothing is said of has changed on the whole.
+#[derive(Debug)]
+pub(super) struct VersionChanges(Box<[Mutex<Changed>]>);
+
+impl VersionChanges {
+    pub(super) fn new(blocks: u32) -> Arc<VersionChanges> {
+        Arc::new(VersionChanges((0..blocks).map(|_| Mutex::new(Changed::Whole)).collect()))
+    }
+
+    /// Says what has changed in a block.
+    pub(super) fn set(&self, block: BlockId, changed: Changed) {
+        *self.0[block.index()].lock() = changed;
+    }
+
+    /// Appends the patch that makes the block from the one before. False if all of it may have changed.
+    pub(super) fn patch(&self, block: BlockId, bytes: &[u8], out: &mut Vec<u8>) -> bool {
+        self.0[block.index()].lock().patch(bytes, out)
+    }
+
+    fn taken(&self) -> u64 {
+        self.0.iter().map(|block| block.lock().taken() as u64).sum()
+    }
+}
+
+/// The records of the newest versions, without a gap.
+#[derive(Debug)]
+pub(super) struct ChangeLog {
+    /// The newest one is the last.
+    records: VecDeque<(Version, Arc<VersionChanges>, u64)>,
+    /// The number of versions.
+    keep: usize,
+    /// The bytes of the records, and the most that they may be.
+    taken: u64,
+    most: u64,
+}
+
+impl ChangeLog {
+    /// No records yet, of a partition of this size.
+    pub(super) fn new(bytes: u64, keep: usize) -> ChangeLog {
+        ChangeLog { records: VecDeque::new(), keep, taken: 0, most: bytes / SHARE }
+    }
+
+    /// From now on, the records of so many versions are kept.
+    pub(super) fn keep(&mut self, versions: usize) {
+        self.keep = versions;
+        self.trim();
+    }
+
+    /// The record of the next version, if one is kept.
+    pub(super) fn next(&self, blocks: u32) -> Option<Arc<VersionChanges>> {
+        (self.keep > 0).then(|| VersionChanges::new(blocks))
+    }
+
+    /// A version is published. `changes` say what has changed since the one before it, if anybody knows.
+    pub(super) fn publish(&mut self, version: Version, changes: Option<Arc<VersionChanges>>) {
+        match changes {
+            Some(changes) => {
+                let taken = changes.taken();
+                self.taken += taken;
+                self.records.push_back((version, changes, taken));
+            }
+            None => {
+                self.records.clear();
+                self.taken = 0;
+            }
+        }
+        self.trim();
+    }
+
+    fn trim(&mut self) {
+        while self.records.len() > self.keep || self.taken > self.most {
+            let Some((_, _, taken)) = self.records.pop_front() else { break };
+            self.taken -= taken;
+        }
+    }
+
+    /// The bytes that the records take.
+    pub(super) fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// What has changed after `base` until `version`, if that is known.
+    pub(super) fn since(&self, base: Version, version: Version) -> Option<Since> {
+        let wanted = base.0 + 1..=version.0;
+        let records = self.records.iter().filter(|(of, ..)| wanted.contains(&of.0));
+        let records: Vec<_> = records.map(|(_, changes, _)| Arc::clone(changes)).collect();
+        let all = version.0.checked_sub(base.0).filter(|count| *count > 0)?;
+        (records.len() as u64 == all).then_some(Since { base, records })
+    }
+}
+
+/// What has changed since an older version.
+#[derive(Clone, Debug)]
+pub struct Since {
+    base: Version,
+    records: Vec<Arc<VersionChanges>>,
+}
+
+impl Since {
+    /// The older version.
+    pub fn base(&self) -> Version {
+        self.base
+    }
+
+    /// The patch that brings a block of the partition up to `pinned`, with the checksum of the block if it changes
+    /// anything. None if the block is sent on the whole.
+    ///
+    /// # Panics
+    /// If the partition has no such block.
+    pub fn patch(
+        &self,
+        layout: &ModelLayout,
+        block: BlockId,
+        pinned: &PinnedVersion,
+    ) -> Option<(Vec<u8>, Option<u32>)> {
+        let (bytes, mut patch) = (pinned.block(block), Vec::new());
+        let is_known = match &self.records[..] {
+            [record] => record.patch(block, bytes, &mut patch),
+            records => {
+                let mut union = Union::new(bytes.len(), layout.unit(block));
+                records.iter().for_each(|record| union.add(&record.0[block.index()].lock()));
+                union.all().patch(bytes, &mut patch)
+            }
+        };
+        let changes = patch.len() > Changed::NOTHING_BYTES;
+        is_known.then(|| (patch, changes.then(|| pinned.checksum(block))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_records_are_kept_within_their_share_and_the_oldest_go_first() {
+        let record = |bytes: usize| {
+            let record = VersionChanges::new(1);
+            let (old, mut new) = (vec![0; bytes * 100], vec![0; bytes * 100]);
+            new.iter_mut().step_by(100).for_each(|byte| *byte = 1);
+            record.set(BlockId(0), Changed::between(&old, &new, 1));
+            Some(record)
+        };
+        let mut log = ChangeLog::new(10 << 10, 3);
+        assert!(log.since(Version(0), Version(1)).is_none());
+        for version in (1..=4).map(Version) {
+            log.publish(version, record(20));
+        }
+        let known = |log: &ChangeLog, base, version| log.since(Version(base), Version(version)).is_some();
+        assert!(known(&log, 1, 4) && known(&log, 2, 3) && !known(&log, 0, 4));
+        assert!(!known(&log, 3, 3) && !known(&log, 4, 3) && !known(&log, 3, 5));
+        // One that takes nearly all of the share drives the others out, and one that takes more is not kept.
+        log.publish(Version(5), record(1010));
+        assert!(known(&log, 4, 5) && !known(&log, 3, 5));
+        log.publish(Version(6), record(2000));
+        assert!(!known(&log, 5, 6) && log.taken() == 0);
+        log.publish(Version(7), record(20));
+        log.publish(Version(8), None);
+        assert!(!known(&log, 6, 7) && !known(&log, 7, 8));
+        log.publish(Version(9), record(20));
+        assert!(known(&log, 8, 9));
+        log.keep(0);
+        assert!(!known(&log, 8, 9) && log.next(1).is_none());
+    }
+}
