@@ -222,7 +222,11 @@ impl<P: BlockPath> Data<P> {
         let shared = &self.greeting.to.shared;
         // SAFETY: the room is that of the reserved block.
         let made = unsafe { by.patch(&shared.layout, block, &room, (patch, crc)) };
-        made.inspect_err(|why| shared.not_patched(version, block, why)).is_ok()
+        match &made {
+            Ok(()) => shared.accounts.tally.patched(room.len()),
+            Err(why) => shared.not_patched(version, block, why),
+        }
+        made.is_ok()
     }
 
     fn end_reservation(&mut self, whole: bool) {

@@ -33,6 +33,9 @@ pub struct Payloads {
     pub pulled_bytes: u64,
     /// Bytes of pulls that were copied here.
     pub pull_copied_bytes: u64,
+    /// Bytes of blocks of which only what had changed was pulled.
+    #[serde(default)]
+    pub pull_patched_bytes: u64,
     /// Bytes that came in frames whose sender had left the checksum out.
     #[serde(default)]
     pub unchecked_bytes: u64,
@@ -50,6 +53,7 @@ pub struct Tally {
     push: Count,
     pull: Count,
     stored: AtomicU64,
+    patched: AtomicU64,
     unchecked: AtomicU64,
 }
 
@@ -78,6 +82,11 @@ impl Tally {
         self.stored.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
+    /// A block of so many bytes was brought up to date by what has changed in it.
+    pub fn patched(&self, bytes: usize) {
+        self.patched.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     /// A payload has come in a frame whose sender had left the checksum out.
     pub fn unchecked(&self, bytes: usize) {
         self.unchecked.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -92,6 +101,7 @@ impl Tally {
             push_stored_bytes: read(&self.stored),
             pulled_bytes: read(&self.pull.moved),
             pull_copied_bytes: read(&self.pull.copied),
+            pull_patched_bytes: read(&self.patched),
             unchecked_bytes: read(&self.unchecked),
         }
     }
@@ -110,6 +120,7 @@ mod tests {
         tally.moved(Flow::Pull, 7);
         tally.copied(Flow::Pull, 5);
         tally.copied(Flow::Pull, 1);
+        tally.patched(8);
         tally.unchecked(4);
         let expected = Payloads {
             pushed_bytes: 3,
@@ -117,6 +128,7 @@ mod tests {
             push_stored_bytes: 1,
             pulled_bytes: 7,
             pull_copied_bytes: 6,
+            pull_patched_bytes: 8,
             unchecked_bytes: 4,
         };
         assert_eq!(tally.read(), expected);
