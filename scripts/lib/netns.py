@@ -184,6 +184,12 @@ class Hosts:
         """`down`: nothing comes from the host or gets there; the other hosts are not told, and no socket is. `up`: it is back."""
         run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, state, check=check)
 
+    def limit(self, rate):
+        """Has the kernel limit what each host sends, in bits a second. Packets are as long as the kernel makes them."""
+        for host in self.names:
+            limit = ["tbf", "rate", f"{int(rate)}bit", "burst", "256kb", "latency", "50ms"]
+            run("tc", "-n", self.namespace(host), "qdisc", "replace", "dev", "eth0", "root", *limit)
+
     # How they are made, and end.
 
     def _wire(self):

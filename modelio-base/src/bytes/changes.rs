@@ -5,13 +5,14 @@
 //! nothing but that all may have changed. Pure.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use crate::bytes::kernels;
 
 mod positions;
 mod union;
 
-use positions::{Positions, shift_of};
+use positions::{Gaps, Positions, shift_of};
 pub use union::Union;
 
 /// What has changed in a block.
@@ -51,9 +52,18 @@ const HEAD: usize = 12;
 const SAMPLES: usize = 4;
 const SAMPLED: usize = 1 << 10;
 
+/// Room that comparisons use again.
+#[derive(Default)]
+struct Scratch {
+    /// A bit for each line that differs.
+    lines: Vec<u64>,
+    gaps: Gaps,
+    /// A bit for each unit that differs.
+    units: Vec<u64>,
+}
+
 thread_local! {
-    /// A bit for each line that differs, and for each unit.
-    static BITS: RefCell<(Vec<u64>, Vec<u64>)> = const { RefCell::new((Vec::new(), Vec::new())) };
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
 impl Changed {
@@ -73,21 +83,28 @@ impl Changed {
         if is_dense(old, new, shift) {
             return Changed::Whole;
         }
-        BITS.with_borrow_mut(|(lines, units)| {
+        SCRATCH.with_borrow_mut(|Scratch { lines, gaps, units }| {
             lines.resize(len.div_ceil(LINE).div_ceil(64), 0);
             kernels::differing_lines(old, new, lines);
-            if lines.iter().all(|word| *word == 0) {
+            let differing = lines.iter().map(|word| word.count_ones() as usize).sum::<usize>();
+            if differing == 0 {
                 return Changed::Nothing;
+            }
+            let most = len.min(bytes_of_lines(differing, len)) / (unit + 1);
+            if let Some(found) = gaps.of_lines(lines, old, new, shift, most)
+                && found * unit + gaps.bytes().len() <= bytes_of_bits(found, shift, len)
+            {
+                return Changed::Some(Units(Positions::of_gaps(gaps.bytes(), shift, found)));
             }
             units.clear();
             units.resize((len >> shift).div_ceil(64), 0);
-            for (word, &lines) in lines.iter().enumerate() {
-                each_bit(lines, |bit| {
-                    let at = (word * 64 + bit) * LINE;
-                    let end = len.min(at + LINE);
-                    differing_units(&old[at..end], &new[at..end], shift, at >> shift, units);
-                });
-            }
+            each_line(lines, len, |line| {
+                let first = line.start >> shift;
+                each_differing(&old[line.clone()], &new[line], shift, |unit| {
+                    units[(first + unit) / 64] |= 1 << ((first + unit) % 64);
+                    true
+                })
+            });
             least(units, shift, len)
         })
     }
@@ -100,17 +117,23 @@ impl Changed {
         }
     }
 
-    /// Appends the patch that makes this version of the block from the one before, unless all of it may have changed.
+    /// Appends the patch that makes this version of the block from the one before. False if that is no shorter than the
+    /// block, or all of the block may have changed.
     ///
     /// # Panics
     /// If the block is shorter than the one that was compared.
     pub fn patch(&self, block: &[u8], out: &mut Vec<u8>) -> bool {
+        let start = out.len();
         match self {
             Changed::Nothing => out.extend_from_slice(&Positions::none().head()),
             Changed::Some(Units(positions)) => positions.patch(block, out),
             Changed::Whole => return false,
         }
-        true
+        let is_shorter = out.len() - start < block.len();
+        if !is_shorter {
+            out.truncate(start);
+        }
+        is_shorter
     }
 
     /// Applies a patch to the block that it was made for. Returns what has changed. After an error, the contents of the
@@ -149,24 +172,48 @@ fn each_bit(mut word: u64, mut each: impl FnMut(usize)) {
     }
 }
 
-/// Sets the bits of units that differ, the first of which is unit `first`.
-fn differing_units(old: &[u8], new: &[u8], shift: u8, first: usize, bits: &mut [u64]) {
-    let ((old, old_rest), (new, new_rest)) = (old.as_chunks::<8>(), new.as_chunks::<8>());
-    let mut last = ([0; 8], [0; 8]);
-    last.0[..old_rest.len()].copy_from_slice(old_rest);
-    last.1[..new_rest.len()].copy_from_slice(new_rest);
-    let words = old.iter().zip(new).chain([(&last.0, &last.1)]);
-    for (word, (old, new)) in words.enumerate() {
-        let mut differs = u64::from_le_bytes(*old) ^ u64::from_le_bytes(*new);
-        while differs != 0 {
-            let unit = differs.trailing_zeros() as usize >> (3 + shift);
-            let at = first + (word << (3 - shift)) + unit;
-            bits[at / 64] |= 1 << (at % 64);
-            let width = 8 << shift;
-            let of_unit = if width == 64 { u64::MAX } else { ((1 << width) - 1) << (unit * width) };
-            differs &= !of_unit;
+/// Calls `each` with the bytes of each line whose bit is set, as long as it says so. Returns whether it always has.
+fn each_line(lines: &[u64], len: usize, mut each: impl FnMut(Range<usize>) -> bool) -> bool {
+    for (word, &bits) in lines.iter().enumerate() {
+        let mut bits = bits;
+        while bits != 0 {
+            let at = (word * 64 + bits.trailing_zeros() as usize) * LINE;
+            if !each(at..len.min(at + LINE)) {
+                return false;
+            }
+            bits &= bits - 1;
         }
     }
+    true
+}
+
+/// Calls `each` with the numbers of the units that differ, as long as it says so. Returns whether it always has.
+#[inline(always)]
+fn each_differing(old: &[u8], new: &[u8], shift: u8, mut each: impl FnMut(usize) -> bool) -> bool {
+    let width = 8_u32 << shift;
+    let mut of_word = |word: usize, mut differs: u64| {
+        while differs != 0 {
+            let unit = differs.trailing_zeros() / width;
+            if !each((word << (3 - shift)) + unit as usize) {
+                return false;
+            }
+            // The bits of the unit, and all below it.
+            differs = differs
+                .checked_shr((unit + 1) * width)
+                .and_then(|rest| rest.checked_shl((unit + 1) * width))
+                .unwrap_or(0);
+        }
+        true
+    };
+    let ((words, rest), (new_words, new_rest)) = (old.as_chunks::<8>(), new.as_chunks::<8>());
+    for (word, (old, new)) in words.iter().zip(new_words).enumerate() {
+        let differs = u64::from_le_bytes(*old) ^ u64::from_le_bytes(*new);
+        if differs != 0 && !of_word(word, differs) {
+            return false;
+        }
+    }
+    let differs = rest.iter().zip(new_rest).rev().fold(0, |all, (old, new)| all << 8 | u64::from(old ^ new));
+    of_word(words.len(), differs)
 }
 
 /// Whether nearly all units of a sample differ.
@@ -177,11 +224,24 @@ fn is_dense(old: &[u8], new: &[u8], shift: u8) -> bool {
     }
     let differ = |sample: usize| {
         let at = (len / SAMPLES * sample) & !(LINE - 1);
-        let mut bits = [0; SAMPLED / 64];
-        differing_units(&old[at..at + SAMPLED], &new[at..at + SAMPLED], shift, 0, &mut bits);
-        bits.iter().map(|word| word.count_ones() as usize).sum::<usize>()
+        let mut count = 0;
+        each_differing(&old[at..at + SAMPLED], &new[at..at + SAMPLED], shift, |_| {
+            count += 1;
+            true
+        });
+        count
     };
     (0..SAMPLES).all(|sample| differ(sample) * 8 > 7 * (SAMPLED >> shift))
+}
+
+/// The bytes of a patch of so many units, by bits.
+fn bytes_of_bits(count: usize, shift: u8, len: usize) -> usize {
+    (count << shift) + (len >> shift) / 8
+}
+
+/// The bytes of a patch of so many lines.
+fn bytes_of_lines(count: usize, len: usize) -> usize {
+    count * LINE + len / (8 * LINE)
 }
 
 /// The form of these units, of a block of `len` bytes, that makes the shortest patch.

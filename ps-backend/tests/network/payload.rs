@@ -42,6 +42,7 @@ pub fn of_shard(world: &World) -> Payloads {
         push_stored_bytes: count("push_stored_bytes"),
         pulled_bytes: count("pulled_bytes"),
         pull_copied_bytes: count("pull_copied_bytes"),
+        pull_patched_bytes: count("pull_patched_bytes"),
         unchecked_bytes: count("unchecked_bytes"),
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libmodelio::vocabulary::block_map::BlockMap;
-use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, Incarnation, LearnerId, ShardId};
+use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, Incarnation, LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{
     JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Role, ShardRecord, frame,
@@ -37,6 +37,12 @@ pub struct Script {
     /// Commits, by the number of their request.
     pub commits: Vec<u64>,
     pub gone: bool,
+    /// The newest version, which is announced. All its bytes are its number.
+    pub newest: Version,
+    /// The patch, and the checksum, that it sends of any block to whoever has an older version.
+    pub patch: Option<(Vec<u8>, Option<u32>)>,
+    /// How often it has sent that, and blocks as a whole.
+    pub sent: (usize, usize),
 }
 
 /// A shard that owns all blocks of its model, and coordinates it.
@@ -111,6 +117,7 @@ impl Talk {
         let (mut came, mut role, mut due) = (Vec::new(), None, 0);
         let begun = self.script.lock().unwrap().now.len();
         let mut said = begun;
+        let mut announced = Version(0);
         loop {
             let mut bytes = [0; 64 << 10];
             match self.stream.read(&mut bytes) {
@@ -142,12 +149,16 @@ impl Talk {
                     self.receive(received.message, request, epoch);
                 }
             }
-            let (new, gone) = {
+            let (new, gone, newest) = {
                 let script = self.script.lock().unwrap();
                 let new: Vec<_> = script.now[said..].to_vec();
                 said = script.now.len();
-                (new, script.gone)
+                (new, script.gone, script.newest)
             };
+            if role == Some(Role::Control) && newest > announced {
+                announced = newest;
+                self.announce(newest);
+            }
             for (_, payload) in new.iter().filter(|(of, _)| Some(*of) == role) {
                 self.say(&Message::Moved, 0, payload);
             }
@@ -155,6 +166,12 @@ impl Talk {
                 return;
             }
         }
+    }
+
+    fn announce(&mut self, version: Version) {
+        let sequence = self.script.lock().unwrap().epoch.0 * 1000 + version.0;
+        let state = JobState { sequence, version, ..JobState::default() };
+        self.say(&Message::State(Box::new(state)), 0, &[]);
     }
 
     /// False when the conversation is over.
@@ -201,11 +218,21 @@ impl Talk {
                     self.say(&Message::Done, request, &[]);
                 }
             }
-            Message::Pull { version, blocks, .. } => {
+            Message::Pull { version, blocks, base } => {
                 let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
                 for block in blocks.map(libmodelio::vocabulary::ids::BlockId) {
-                    let extent = layout.block_bytes(block);
-                    let bytes = vec![0; (extent.end - extent.start) as usize];
+                    let patch = {
+                        let mut script = self.script.lock().unwrap();
+                        let patch = script.patch.clone().zip(base);
+                        let (patched, whole) = &mut script.sent;
+                        *(if patch.is_some() { patched } else { whole }) += 1;
+                        patch
+                    };
+                    if let Some(((patch, crc), base)) = patch {
+                        self.say(&Message::Changes { version, block, base, crc }, 0, &patch);
+                        continue;
+                    }
+                    let bytes = vec![version.0 as u8; layout.block_len(block).unwrap() as usize];
                     self.say(&Message::Block { version, block }, 0, &bytes);
                 }
             }

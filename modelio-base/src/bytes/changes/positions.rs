@@ -1,6 +1,6 @@
 //! Positions of units in a block, and their form in a patch.
 
-use super::{HEAD, LINE, PatchError, each_bit};
+use super::{HEAD, LINE, PatchError, each_bit, each_differing, each_line};
 
 /// The units that have changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,6 +43,55 @@ fn check_gaps(gaps: &[u8], count: u32) -> Result<(), PatchError> {
     if length == 0 && found == count { Ok(()) } else { Err(PatchError::Length) }
 }
 
+/// Gaps between units that come in order.
+#[derive(Default)]
+pub(super) struct Gaps {
+    bytes: Vec<u8>,
+    /// The unit after the last one.
+    next: usize,
+}
+
+impl Gaps {
+    fn push(&mut self, unit: usize) {
+        let mut gap = unit - self.next;
+        self.next = unit + 1;
+        while gap >= usize::from(MORE) {
+            self.bytes.push(gap as u8 | MORE);
+            gap >>= 7;
+        }
+        self.bytes.push(gap as u8);
+    }
+
+    /// Takes the units that differ in these lines in place of those that it has. Returns their number, or none if there
+    /// are more than `most`.
+    pub(super) fn of_lines(
+        &mut self,
+        lines: &[u64],
+        old: &[u8],
+        new: &[u8],
+        shift: u8,
+        most: usize,
+    ) -> Option<usize> {
+        self.bytes.clear();
+        self.next = 0;
+        let mut count = 0;
+        let all = each_line(lines, new.len(), |line| {
+            let first = line.start >> shift;
+            each_differing(&old[line.clone()], &new[line], shift, |unit| {
+                self.push(first + unit);
+                count += 1;
+                count <= most
+            })
+        });
+        all.then_some(count)
+    }
+
+    /// All of them.
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
 /// The power of two.
 ///
 /// # Panics
@@ -73,19 +122,15 @@ impl Positions {
 
     /// These units, by gaps.
     pub(super) fn gaps(units: &[u64], shift: u8, count: usize) -> Positions {
-        let mut gaps = Vec::with_capacity(count + count / 8);
-        let mut next = 0;
+        let mut gaps = Gaps::default();
         for (word, &bits) in units.iter().enumerate() {
-            each_bit(bits, |bit| {
-                let mut gap = word * 64 + bit - next;
-                next = word * 64 + bit + 1;
-                while gap >= usize::from(MORE) {
-                    gaps.push(gap as u8 | MORE);
-                    gap >>= 7;
-                }
-                gaps.push(gap as u8);
-            });
+            each_bit(bits, |bit| gaps.push(word * 64 + bit));
         }
+        Positions::of_gaps(gaps.bytes(), shift, count)
+    }
+
+    /// The units of these gaps.
+    pub(super) fn of_gaps(gaps: &[u8], shift: u8, count: usize) -> Positions {
         Positions { shift, count: count as u32, form: Form::Gaps(gaps.into()) }
     }
 

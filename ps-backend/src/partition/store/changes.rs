@@ -96,10 +96,9 @@ impl ChangeLog {
 
     /// What has changed after `base` until `version`, if that is known.
     pub(super) fn since(&self, base: Version, version: Version) -> Option<Since> {
-        let wanted = base.0 + 1..=version.0;
-        let records = self.records.iter().filter(|(of, ..)| wanted.contains(&of.0));
-        let records: Vec<_> = records.map(|(_, changes, _)| Arc::clone(changes)).collect();
         let all = version.0.checked_sub(base.0).filter(|count| *count > 0)?;
+        let records = self.records.iter().filter(|(of, ..)| base < *of && *of <= version);
+        let records: Vec<_> = records.map(|(_, changes, _)| Arc::clone(changes)).collect();
         (records.len() as u64 == all).then_some(Since { base, records })
     }
 }
@@ -163,6 +162,7 @@ mod tests {
         let known = |log: &ChangeLog, base, version| log.since(Version(base), Version(version)).is_some();
         assert!(known(&log, 1, 4) && known(&log, 2, 3) && !known(&log, 0, 4));
         assert!(!known(&log, 3, 3) && !known(&log, 4, 3) && !known(&log, 3, 5));
+        assert!(!known(&log, u64::MAX, 4) && !known(&log, 0, u64::MAX));
         // One that takes nearly all of the share drives the others out, and one that takes more is not kept.
         log.publish(Version(5), record(1010));
         assert!(known(&log, 4, 5) && !known(&log, 3, 5));

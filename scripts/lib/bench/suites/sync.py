@@ -1,0 +1,190 @@
+"""Measures how long new weights take from a trainer's host to a reader's, over a link of 1 Gbit/s.
+
+  delta    by what has changed (control/delta = auto) and whole (off), of weights of bf16; and the same by hand
+  record   publishing with records of what has changed (control/changes = 16) and without (0), on one host
+
+delta: two hosts are network namespaces, whose sending the kernel limits. The first has the shard and the trainer's mount,
+the second the reader's. The weights are those of a packaged model, tiled. Before each turn, a hundredth of the elements
+changes at random, or so many as an AdamW step changes at a learning rate of 3e-6. The time is from the trainer's close
+until the reader has all bytes in memory of its own; against scripts, from the trainer's first write.
+
+By hand, as scripts do it that share a directory: the trainer compares with a copy, and writes indices and values of each
+tensor, or all weights, as safetensors, and then a marker. An HTTP server on its host has the directory. The reader polls
+for the marker, fetches the file, and brings its own copy up to date. The time is from the beginning of the comparison.
+"""
+
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import time
+
+from machine import GIB, MIB, require, say
+from netns import Cluster, Hosts
+from report import Figure, times, worst
+
+from bench import jobs
+
+PARTS = ("delta", "record")
+QUICK = "64 MiB in place of 1 GiB, and fewer turns: below 45 s once it is built"
+RATE = 1e9
+DEADLINE = 300.0
+PORT = 8077
+KINDS = {"random": ("--share", 0.01), "adam": ("--rate", 3e-6)}
+
+
+class Weights:
+    """Files of the trainer's: its weights, and how they were a turn ago."""
+
+    def __init__(self, hosts, size):
+        self.hosts, self.path, self.before = hosts, hosts.scratch / "weights", hosts.scratch / "before"
+        hosts.work("from", "sync.py", "weights", self.path, size).found(DEADLINE)
+        self.turns = 0
+
+    def step(self, kind):
+        """Changes them; the share of the elements that are others now."""
+        shutil.copyfile(self.path, self.before)
+        self.turns += 1
+        words = [self.path, *KINDS[kind], "--seed", self.turns]
+        return self.hosts.work("from", "sync.py", "step", *words).found(DEADLINE)["changed"]
+
+
+def sent(hosts):
+    """Bytes that the trainer's host has sent, with their headers."""
+    lines = hosts.start("from", ["cat", "/proc/net/dev"]).finish(10).splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
+
+
+def by_gradfs(hosts, mounts, weights, version):
+    reader = hosts.work("to", "sync.py", "read", mounts["to"], version, weights.path)
+    reader.wait_for("waits")
+    before = sent(hosts)
+    wrote = hosts.work("from", "sync.py", "publish", mounts["from"], weights.path).found(DEADLINE)
+    at = reader.found(DEADLINE)["at"]
+    return at - wrote["closes"], sent(hosts) - before, at - wrote["began"]
+
+
+def by_hand(hosts, weights, served, whole):
+    for path in served.iterdir():
+        path.unlink()
+    url = f"http://{hosts.address('from')}:{PORT}"
+    reader = hosts.work("to", "sync.py", "fetch", url, weights.before, weights.path)
+    reader.wait_for("waits")
+    words = [weights.path, weights.before, served, *(["--whole"] if whole else [])]
+    wrote = hosts.work("from", "sync.py", "send", *words).found(DEADLINE)
+    return reader.found(DEADLINE)["at"] - wrote["began"], wrote["bytes"]
+
+
+def delta(bench, gradfs):
+    size, turns = (64 * MIB, 3) if bench.quick else (GIB, 2)
+    with Hosts(["from", "to"]) as hosts:
+        hosts.limit(RATE)
+        weights = Weights(hosts, size)
+        cluster = Cluster(hosts, gradfs)
+        cluster.shard("from")
+        cluster.create("model", "--size", size, "--dtype", "bf16", "--reducer", "assign")
+        mounts = {host: cluster.mount(host) / "model" for host in ("from", "to")}
+        served = hosts.scratch / "served"
+        served.mkdir()
+        serve = [sys.executable, "-m", "http.server", PORT, "--directory", served]
+        hosts.start("from", serve, name="the HTTP server")
+        say(f"{size / MIB:.0f} MiB over a link of {RATE / 1e9:g} Gbit/s")
+        found, version = {}, 0
+
+        def publish(name, delta):
+            nonlocal version
+            control = mounts["from"] / "control/delta"
+            hosts.start("from", ["sh", "-c", f"echo {delta} > {control}"]).finish(10)
+            version += 1
+            found.setdefault(name, []).append(by_gradfs(hosts, mounts, weights, version))
+
+        weights.step("random")
+        publish("first", "off")
+        for turn in range(turns):
+            for kind in KINDS:
+                share = weights.step(kind)
+                publish(kind, "auto")
+                found.setdefault(f"{kind} by hand", []).append(by_hand(hosts, weights, served, False))
+                found.setdefault(f"{kind} changed", []).append((share, 0))
+                if turn < 3:
+                    weights.step(kind)
+                    publish("whole", "off")
+            if turn < 3:
+                found.setdefault("whole by hand", []).append(by_hand(hosts, weights, served, True))
+            say(f"turn {turn + 1} of {turns}")
+
+    def median(name, what=0):
+        return statistics.median(turn[what] for turn in found[name])
+
+    whole, random, adam = median("whole"), median("random"), median("adam")
+    changed = median("adam changed")
+    bytes_of = [median("random", 1), median("random by hand", 1)]
+    excess = adam / whole - 3 * changed
+    return [
+        times("delta_sync_ratio", random, whole, 0.06, "<="),
+        Figure("delta_sync_excess_adam", excess, "ratio", 0.03, "<=", f"{adam / whole:.3f}", f"{changed:.2%} changed"),
+        Figure("delta_adam_changed", changed, "share"),
+        Figure(
+            "delta_bytes_vs_sparse_safetensors", bytes_of[0] / bytes_of[1], "ratio", 0.6, "<=",
+            *(f"{count / MIB:.1f} MiB" for count in bytes_of),
+        ),
+        times("sync_vs_sparse_files", median("random", 2), median("random by hand"), 2),
+        times("sync_vs_shared_dir", median("random", 2), median("whole by hand"), 8),
+    ]  # fmt: skip
+
+
+def written(model, data):
+    file, begin = os.open(model / "publish", os.O_WRONLY), time.monotonic()
+    for at in range(0, len(data), MIB):
+        os.write(file, data[at : at + MIB])
+    os.close(file)
+    return time.monotonic() - begin
+
+
+def stored(model, data):
+    file = os.open(model / "publish", os.O_RDWR)
+    with mmap.mmap(file, len(data)) as mapping:
+        begin = time.monotonic()
+        mapping[:] = data
+        os.fsync(file)
+        end = time.monotonic()
+    os.close(file)
+    return end - begin
+
+
+def record(bench, gradfs):
+    """Of a mount that has its shard in it: nobody pulls."""
+    import numpy
+
+    size, turns = (64 * MIB, 7) if bench.quick else (GIB, 7)
+    figures, random = [], numpy.random.default_rng(1)
+    with jobs.up(gradfs, bench.work / "mnt", size, "--reducer", "assign", dtype="bf16") as model:
+        say(f"publishing {size / MIB:.0f} MiB with records of what has changed, and without")
+        bits = random.integers(0x3800, 0x3F00, size // 2, dtype="<u2")
+        for share in (0, 0.01, 1):
+            other = bits.copy()
+            at = random.integers(len(bits), size=round(share * len(bits))) if share < 1 else slice(None)
+            other[at] ^= 1
+            versions = [memoryview(of.tobytes()) for of in (bits, other)]
+            for name, publish in {"write": written, "map": stored}.items():
+                found, number = {16: [], 0: []}, 0
+                for turn in range(turns + 1):
+                    for changes in found if turn % 2 else reversed(found):
+                        (model / "control/changes").write_text(str(changes))
+                        number += 1
+                        found[changes].append(publish(model, versions[number % 2]))
+                # The first turn takes pages.
+                ours, without = (statistics.median(of[1:]) for of in found.values())
+                figures.append(times(f"record_{name}_{round(share * 100)}", ours, without, op="<="))
+    return [worst("change_record_cost", figures, 1.15, "<="), *figures]
+
+
+def run(bench):
+    require("torch", "safetensors")
+    gradfs, figures = bench.gradfs(), []
+    if "record" in bench.only:
+        figures += record(bench, gradfs)
+    if "delta" in bench.only:
+        figures += delta(bench, gradfs)
+    return figures

