@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::client::patching::Patching;
+use crate::client::patching::Patched;
 use crate::client::peers::fallback::FastPath;
 use crate::client::peers::routes::Route;
 use crate::client::shared::Shared;
@@ -164,20 +164,13 @@ pub(super) struct Data<P> {
     /// The block that this connection is receiving.
     reserved: Option<(Version, BlockId)>,
     /// How that is made, if what has changed in it is received.
-    patched: Option<Patched>,
+    patched: Option<(Patched, Option<u32>)>,
     /// The number of blocks that were asked for here and have not come.
     due: usize,
     /// When a block last came, or was first asked for.
     came: Instant,
     /// Why the shard refuses the fast path of this connection.
     refused: Option<String>,
-}
-
-/// A block whose patch is being received.
-struct Patched {
-    room: Target,
-    by: Arc<Patching>,
-    crc: Option<u32>,
 }
 
 /// A shard that has sent no block for so long did not have the requested ones.
@@ -205,25 +198,21 @@ impl<P: BlockPath> Data<P> {
     ) -> Take {
         let Connection { shared, route, .. } = &self.greeting.to;
         let Some(version) = of else { return Take::Nothing };
-        let Some((room, by)) = shared.reserve_patched(route, version, block, base) else {
+        let Some(patched) = shared.reserve_patched(route, version, block, base) else {
             return Take::Nothing;
         };
-        self.patched = Some(Patched { room, by, crc });
+        self.patched = Some((patched, crc));
         self.reserved = Some((version, block));
         Take::Buffered
     }
 
     /// Makes the block whose patch has come. True if it is the shard's, or came as a whole.
     fn is_made(&mut self, patch: &[u8]) -> bool {
-        let (Some(Patched { room, by, crc }), Some((version, block))) = (self.patched.take(), self.reserved)
-        else {
-            return true;
-        };
-        let shared = &self.greeting.to.shared;
-        // SAFETY: the room is that of the reserved block.
-        let made = unsafe { by.patch(&shared.layout, block, &room, (patch, crc)) };
+        let Some((patched, crc)) = self.patched.take() else { return true };
+        let (shared, (version, block)) = (&self.greeting.to.shared, patched.place());
+        let made = patched.patch(&shared.layout, (patch, crc));
         match &made {
-            Ok(()) => shared.accounts.tally.patched(room.len()),
+            Ok(bytes) => shared.accounts.tally.patched(*bytes),
             Err(why) => shared.not_patched(version, block, why),
         }
         made.is_ok()

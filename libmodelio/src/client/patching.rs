@@ -70,23 +70,15 @@ impl Patching {
         *self.pulled.blocks[block.index()].lock() = Changed::Whole;
     }
 
-    /// Makes a block from the one of the base by `patch`. It has this checksum then, or none if nothing has changed.
-    ///
-    /// # Errors
-    /// [`NotPatched`]. Then the block is void.
-    ///
-    /// # Safety
-    /// The room is that of the block in the buffer, and belongs to this thread.
-    pub(super) unsafe fn patch(
+    /// Makes a block from the one of the base by `patch`, in its room in the buffer. It has this checksum then, or none if
+    /// nothing has changed.
+    fn patch(
         &self,
         layout: &ModelLayout,
         block: BlockId,
-        room: &Target,
+        room: &mut [u8],
         (patch, crc): (&[u8], Option<u32>),
     ) -> Result<(), NotPatched> {
-        let (start, len) = room.raw();
-        // SAFETY: the block is this thread's, and the target keeps its memory.
-        let room = unsafe { std::slice::from_raw_parts_mut(start, len) };
         // SAFETY: the base is pinned, and a version that is shown does not change.
         let front = unsafe { self.front.bytes(span(&layout.block_bytes(block))) };
         let was_touched = self.touched[block.index()].swap(true, Ordering::Relaxed);
@@ -95,7 +87,7 @@ impl Patching {
                 [] => {}
                 [step] => step.blocks[block.index()].lock().copy(front, room),
                 steps => {
-                    let mut union = Union::new(len, layout.unit(block));
+                    let mut union = Union::new(room.len(), layout.unit(block));
                     steps.iter().for_each(|step| union.add(&step.blocks[block.index()].lock()));
                     union.all().copy(front, room);
                 }
@@ -109,6 +101,44 @@ impl Patching {
         };
         *self.pulled.blocks[block.index()].lock() = changed;
         if is_right { Ok(()) } else { Err(NotPatched::Checksum) }
+    }
+}
+
+/// A block of a buffer that is to be patched.
+pub(super) struct Patched {
+    room: Target,
+    by: Arc<Patching>,
+    version: Version,
+    block: BlockId,
+}
+
+impl Patched {
+    /// A block of this version.
+    ///
+    /// # Safety
+    /// The room is that of the block in the buffer, and belongs to whoever has this.
+    pub(super) unsafe fn new(room: Target, by: Arc<Patching>, version: Version, block: BlockId) -> Patched {
+        Patched { room, by, version, block }
+    }
+
+    /// The version, and the block.
+    pub(super) fn place(&self) -> (Version, BlockId) {
+        (self.version, self.block)
+    }
+
+    /// Makes the block by `patch`. It has this checksum then, or none if nothing has changed. Returns its bytes.
+    ///
+    /// # Errors
+    /// [`NotPatched`]. Then the block is void.
+    pub(super) fn patch(
+        self,
+        layout: &ModelLayout,
+        patch: (&[u8], Option<u32>),
+    ) -> Result<usize, NotPatched> {
+        let (start, len) = self.room.raw();
+        // SAFETY: the block is its holder's, and the target keeps its memory.
+        let room = unsafe { std::slice::from_raw_parts_mut(start, len) };
+        self.by.patch(layout, self.block, room, patch).map(|()| len)
     }
 }
 

@@ -9,7 +9,6 @@ JSON in its last line. All hosts are of one machine, and have one clock.
   fetch      waits for that marker over HTTP, and brings its own copy up to date
 """
 
-import json
 import os
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 sys.dont_write_bytecode = True
 
-from tasks import main, say, task  # noqa: E402
+from tasks import main, say, task
 
 # Those who need torch import it: that takes longer than what they are waited for.
 PIECE = 1 << 20

@@ -9,7 +9,7 @@ use parking_lot::MutexGuard;
 
 use crate::bytes::mmap::Mapping;
 use crate::client::core::{PULL_BLOCKS, Push};
-use crate::client::patching::{NotPatched, Patching};
+use crate::client::patching::{NotPatched, Patched, Patching};
 use crate::client::payloads::Payload;
 use crate::client::payloads::residual::NotCoded;
 use crate::client::payloads::sum;
@@ -296,7 +296,7 @@ impl Shared {
         self.reserve_in(self.inner.lock(), route, version, (block, None)).map(|(target, _)| target)
     }
 
-    /// The place of a block of a version that is patched, and how. `None` if the block is not wanted, or not from this
+    /// A block of a version that is patched. `None` if the block is not wanted, or not from this
     /// base.
     pub(in crate::client) fn reserve_patched(
         &self,
@@ -304,9 +304,10 @@ impl Shared {
         version: Version,
         block: BlockId,
         base: Version,
-    ) -> Option<(Target, Arc<Patching>)> {
+    ) -> Option<Patched> {
         let (target, patching) = self.reserve_in(self.inner.lock(), route, version, (block, Some(base)))?;
-        Some((target, patching?))
+        // SAFETY: the block is reserved for the caller.
+        Some(unsafe { Patched::new(target, patching?, version, block) })
     }
 
     /// The place to receive a block into that a shard sends for a plan which the client follows.

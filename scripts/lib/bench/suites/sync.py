@@ -20,11 +20,10 @@ import statistics
 import sys
 import time
 
+from bench import jobs
 from machine import GIB, MIB, require, say
 from netns import Cluster, Hosts
 from report import Figure, times, worst
-
-from bench import jobs
 
 PARTS = ("delta", "record")
 QUICK = "64 MiB in place of 1 GiB, and fewer turns: below 45 s once it is built"
