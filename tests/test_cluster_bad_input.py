@@ -225,21 +225,21 @@ def test_a_payload_with_a_wrong_checksum_ends_the_connection(world):
 def test_pulls_of_what_is_not_there_are_refused(world):
     with world.peer("data") as peer:
         world.trains()
-        peer.say("Pull", 0, 0, BLOCKS, epoch=world.epoch)
+        peer.say("Pull", 0, 0, BLOCKS, None, epoch=world.epoch)
         answer = peer.hear_of("Refused", "Block")
         assert answer.name == "Refused" and answer.fields[:2] == ("NoVersion", 0) and answer.fields[2] > 0
         # Blocks that are none of this shard's are none of the answer.
         newest = world.cluster.partition(world.coordinator, "m")["version"]
-        peer.say("Pull", newest, 4000, 4001, epoch=world.epoch)
+        peer.say("Pull", newest, 4000, 4001, None, epoch=world.epoch)
         peer.say("Probe", 1, epoch=world.epoch)
         assert peer.hear_of("Missing", "Block").name == "Missing"
     with world.peer("data") as peer:
-        peer.say("Pull", 1, 3, 3, epoch=world.epoch)
+        peer.say("Pull", 1, 3, 3, None, epoch=world.epoch)
         no_frame(peer, "blocks of Pull", "a set", "3")
     with world.peer("data") as peer:
         # A version that never comes is waited for, and holds nobody up; too many such are refused.
         for _ in range(300):
-            peer.say("Pull", 1 << 40, 0, 1, epoch=world.epoch)
+            peer.say("Pull", 1 << 40, 0, 1, None, epoch=world.epoch)
         assert peer.closes()
 
 

@@ -62,8 +62,8 @@ FLOODS = {
     "abandon": ("admin", ("Abandon", "generation", 1), 8 // AT_ONCE, 16 * MIB),
     "create": ("admin", ("Create",), 8 // AT_ONCE, 65 * MIB),
     "ping": ("data", ("Ping",), 0, 33 * MIB),
-    "pull of what comes": ("data", ("Pull", 1 << 40, 0, BLOCKS), 0, 16 * MIB),
-    "pull of what is": ("data", ("Pull", "version", 0, BLOCKS), 0, 33 * MIB),
+    "pull of what comes": ("data", ("Pull", 1 << 40, 0, BLOCKS, None), 0, 16 * MIB),
+    "pull of what is": ("data", ("Pull", "version", 0, BLOCKS, None), 0, 33 * MIB),
 }
 
 

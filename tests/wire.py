@@ -68,6 +68,8 @@ def varint(number):
 def field(value):
     """Postcard: numbers as varints, texts and lists with their length in front, tuples one field after the other."""
     match value:
+        case None:
+            return bytes([0])
         case bool():
             return bytes([value])
         case int():
