@@ -76,7 +76,7 @@ def by_hand(hosts, weights, served, whole):
 
 
 def delta(bench, gradfs):
-    size, turns = (64 * MIB, 3) if bench.quick else (GIB, 2)
+    size, turns = (64 * MIB, 1) if bench.quick else (GIB, 5)
     with Hosts(["from", "to"]) as hosts:
         hosts.limit(RATE)
         weights = Weights(hosts, size)
