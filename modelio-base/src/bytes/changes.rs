@@ -34,13 +34,13 @@ pub struct Units(Positions);
 /// The patch cannot be applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PatchError {
-    /// It ends too early, or goes on after its end.
+    /// The patch ends too early, or goes on after its end.
     #[error("the patch is not as long as it says")]
     Length,
-    /// It is in no form that is known.
+    /// The form of its positions is unknown.
     #[error("the patch has an unknown form")]
     Form,
-    /// It changes what the block does not have.
+    /// The patch changes bytes that the block does not have.
     #[error("the patch goes beyond the block")]
     Beyond,
 }

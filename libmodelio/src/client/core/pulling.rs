@@ -257,7 +257,8 @@ impl ClientCore {
         asked.into_iter().take_while(|&block| block <= last).for_each(|block| receiving.asked.insert(block));
         receiving.moved = now;
         let blocks = first as u32..last as u32 + 1;
-        Some(Message::Pull { version: pull.version, blocks, base: pull.base })
+        let base = pull.base.filter(|base| self.buffers.shown() == Some(*base));
+        Some(Message::Pull { version: pull.version, blocks, base })
     }
 
     /// The version since which shards may send what has changed.
@@ -271,13 +272,13 @@ impl ClientCore {
         pull.base.filter(|base| self.buffers.shown() == Some(*base))
     }
 
-    /// What shards have sent of changes is of no use: this version is pulled whole.
+    /// A patch has not made the shard's block: the rest of this version is pulled whole.
     pub fn pulls_whole(&mut self, version: Version, actions: &mut Vec<Action>) {
         let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == version) else { return };
         if pull.base.take().is_none() {
             return;
         }
-        // What is on its way is not wanted, so it is asked for again.
+        // The client takes no more patches, so it asks again for the blocks that are on their way as such.
         for receiving in &mut pull.partitions {
             receiving.loses_ahead();
             receiving.asked.intersect_with(&receiving.reserved);

@@ -296,8 +296,7 @@ impl Shared {
         self.reserve_in(self.inner.lock(), route, version, (block, None)).map(|(target, _)| target)
     }
 
-    /// A block of a version that is patched. `None` if the block is not wanted, or not from this
-    /// base.
+    /// A block of a version that is patched. `None` if the block is not wanted, or not from this base.
     pub(in crate::client) fn reserve_patched(
         &self,
         route: &Route,
@@ -330,7 +329,7 @@ impl Shared {
 
     /// A patched block does not count. From now on, this version is pulled whole.
     pub(in crate::client) fn not_patched(&self, version: Version, block: BlockId, why: &NotPatched) {
-        tracing::warn!(model = %self.model, %version, %block, "what has changed is of no use, so the version is pulled whole: {why}");
+        tracing::warn!(model = %self.model, %version, %block, "a patch has not made the shard's block, so the rest of the version is pulled whole: {why}");
         self.with_core(|core, _, actions| core.pulls_whole(version, actions));
     }
 
