@@ -1,8 +1,8 @@
 //! The types of 8 bits: every number of them, and every place where rounding to them changes, at every level.
 
 use libmodelio::bytes::kernels::{
-    Input, Level, Operands, Output, Source, Total, Wire, all_finite, copy_checked, widen, widen_changed,
-    with_level,
+    Input, Level, Operands, Output, Source, Total, Wire, all_finite, copy_checked, widen, widen_at,
+    widen_changed, with_level,
 };
 use proptest::prelude::*;
 
@@ -173,6 +173,25 @@ fn masters_of_weights_that_stay_keep_their_precision() {
         for (at, master) in masters.into_iter().enumerate() {
             let want = if at % 7 == 0 { fp8::value(wire, new[at]) as f32 } else { 0.123 };
             assert_eq!(master.to_bits(), want.to_bits(), "{wire:?} {at}");
+        }
+    }
+}
+
+#[test]
+fn masters_are_the_same_by_the_places_that_have_changed() {
+    for (wire, size) in [(WIRES[0], 1), (WIRES[1], 1), (Wire::BF16, 2), (Wire::F16, 2)] {
+        for step in [1, 7, 300, 5000] {
+            let old: Vec<u8> = (0..5000 * size).map(|i| (i * 31 % 120) as u8).collect();
+            let (mut new, mut places) = (old.clone(), Vec::new());
+            for place in (0..5000).step_by(step) {
+                new[place * size] ^= 0x41;
+                places.push(place as u32);
+            }
+            let (mut compared, mut told) = (vec![0.123; 5000], vec![0.123; 5000]);
+            widen_changed(wire, &old, &new, &mut compared);
+            widen_at(wire, &new, &places, &mut told);
+            let bits = |masters: &[f32]| masters.iter().map(|master| master.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&compared), bits(&told), "{wire:?} {step}");
         }
     }
 }

@@ -119,6 +119,12 @@ def require_fuse():
         raise Failed("/dev/fuse is missing or not permitted: load the fuse module (modprobe fuse), or run as root")
 
 
+def own_python():
+    """The interpreter that has the packages of `scripts/setup`, or else the one that runs this."""
+    own = ROOT / ".venv" / "bin" / "python"
+    return str(own if own.is_file() else sys.executable)
+
+
 def dist_directory():
     """Where cargo puts binaries as packages have them."""
     return ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target") / "dist"

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import CannotBeHad, Failed
+from machine import CannotBeHad, Failed, own_python
 from programs import Program, libc, output_of
 
 COMMAND_DEADLINE = 30.0
@@ -176,7 +176,7 @@ class Hosts:
 
     def work(self, host, program, *words, env=None):
         """Starts a program of lib/work there, with a task and its arguments."""
-        return self.start(host, [sys.executable, WORK / program, *words], env, f"{words[0]} on {host}")
+        return self.start(host, [own_python(), WORK / program, *words], env, f"{words[0]} on {host}")
 
     # What becomes of their links.
 

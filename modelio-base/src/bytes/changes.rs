@@ -161,6 +161,19 @@ impl Changed {
     }
 }
 
+impl Units {
+    /// The bytes of a unit.
+    pub fn unit(&self) -> usize {
+        1 << self.0.shift()
+    }
+
+    /// Takes the numbers of the units, in order, in place of those in `numbers`.
+    pub fn numbers(&self, numbers: &mut Vec<u32>) {
+        numbers.clear();
+        self.0.each(|unit| numbers.push(unit as u32));
+    }
+}
+
 /// The bytes of a line.
 const LINE: usize = 64;
 

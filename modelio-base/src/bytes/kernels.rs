@@ -332,6 +332,34 @@ fn widen_changed_of<const SIZE: usize>(wire: Wire, old: &[u8], new: &[u8], maste
     }
 }
 
+/// fp32 master copy from narrow weights, of the elements at these places.
+///
+/// # Panics
+/// If the lengths disagree, the type is not narrow, or there is no such element.
+pub fn widen_at(wire: Wire, new: &[u8], places: &[u32], master: &mut [f32]) {
+    assert!(wire.is_narrow(), "{wire:?} weights are their own master");
+    assert_eq!(new.len(), wire.size() * master.len(), "master copy");
+    match wire.size() {
+        1 => widen_at_of::<1>(wire, new.as_chunks().0, places, master),
+        _ => widen_at_of::<2>(wire, new.as_chunks().0, places, master),
+    }
+}
+
+fn widen_at_of<const SIZE: usize>(wire: Wire, new: &[[u8; SIZE]], places: &[u32], master: &mut [f32]) {
+    /// Elements that are widened at once.
+    const PIECE: usize = 256;
+    let (mut narrow, mut wide) = ([[0; SIZE]; PIECE], [0.0; PIECE]);
+    for places in places.chunks(PIECE) {
+        for (narrow, &place) in narrow.iter_mut().zip(places) {
+            *narrow = new[place as usize];
+        }
+        widen(wire, narrow[..places.len()].as_flattened(), &mut wide[..places.len()]);
+        for (&place, wide) in places.iter().zip(wide) {
+            master[place as usize] = wide;
+        }
+    }
+}
+
 /// Sets a bit for each line of 64 bytes that differs, and clears the others. The last line may be shorter.
 ///
 /// # Panics

@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.dont_write_bytecode = True
 
+import numpy
 from tasks import main, say, task
 
 # Those who need torch import it: that takes longer than what they are waited for.
@@ -35,49 +36,46 @@ def mapped(path):
 
 
 def packaged():
-    """The weights of the packaged model."""
-    import torch
-    from safetensors.torch import load_file
+    """The weights of the packaged model, in fp32."""
+    from safetensors.numpy import load_file
 
     file = next(path for base in sys.path if (path := Path(base, PACKAGED)).is_file())
-    tensors = [tensor.flatten() for tensor in load_file(file).values() if tensor.is_floating_point()]
-    return torch.cat(tensors).to(torch.bfloat16)
+    tensors = [tensor.ravel() for tensor in load_file(file).values() if tensor.dtype.kind == "f"]
+    return numpy.concatenate(tensors).astype("f4")
 
 
-def tiled(elements, count):
-    return elements.repeat(-(-count // len(elements)))[:count]
+def rounded(values):
+    """The bits of the nearest bf16."""
+    bits = values.view("u4")
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("u2")
 
 
 @task(("path", Path), ("size", int))
 def weights(options):
-    import torch
-
-    options.path.write_bytes(memoryview(tiled(packaged(), options.size // 2).view(torch.uint8).numpy()))
+    numpy.resize(rounded(packaged()), options.size // 2).tofile(options.path)
     say({})
 
 
 @task(("path", Path), share=0.0, rate=0.0, seed=0)
 def step(options):
     """Says which share of the elements has changed."""
+    bits = numpy.memmap(options.path, "u2", "r+")
+    if options.share:
+        at = numpy.random.default_rng(options.seed).integers(len(bits), size=round(len(bits) * options.share))
+        bits[at] ^= 1
+        return say({"changed": len(numpy.unique(at)) / len(bits)})
     import torch
 
-    torch.manual_seed(options.seed)
-    bits = mapped(options.path).view(torch.int16)
-    if options.share:
-        at = torch.randint(len(bits), (round(len(bits) * options.share),))
-        before = bits[at].clone()
-        bits[at] = before ^ 1
-        return say({"changed": len(at.unique()) / len(bits)})
     # The weights are the nearest bf16 of the optimizer's masters. The same bits change in each tile.
-    old = packaged()
-    masters = old.float() + (torch.rand(len(old)) - 0.5) * old.float().abs() * 2**-8
-    old = masters.to(torch.bfloat16).view(torch.int16)
-    parameter = torch.nn.Parameter(masters)
-    parameter.grad = torch.randn(len(old))
+    torch.manual_seed(options.seed)
+    values = torch.from_numpy(packaged())
+    masters = values + (torch.rand(len(values)) - 0.5) * values.abs() * 2**-8
+    parameter = torch.nn.Parameter(masters.clone())
+    parameter.grad = torch.randn(len(values))
     torch.optim.AdamW([parameter], lr=options.rate).step()
-    changed = old ^ parameter.detach().to(torch.bfloat16).view(torch.int16)
-    bits ^= tiled(changed, len(bits))
-    say({"changed": float((changed != 0).float().mean(dtype=torch.float64))})
+    changed = rounded(masters.numpy()) ^ rounded(parameter.detach().numpy())
+    bits ^= numpy.resize(changed, len(bits))
+    say({"changed": float((changed != 0).mean())})
 
 
 @task(("model", Path), ("path", Path))
@@ -117,6 +115,9 @@ def send(options):
     from safetensors.torch import save_file
 
     new, old, tensors = mapped(options.path).clone(), mapped(options.copy).clone(), {}
+    print("waits", flush=True)
+    while not (options.to / "go").exists():
+        time.sleep(0.0005)
     begin = time.monotonic()
     parts = [part.split(-(-len(new) // TENSORS)) for part in (new, old)]
     for number, (part, before) in enumerate(zip(*parts)):

@@ -3,7 +3,7 @@
 //! This module holds `unsafe`; the module above explains why it is sound.
 mod on_device;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::ops::{Range, RangeFrom};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -239,28 +239,62 @@ impl VersionBuilder {
         Some(sum)
     }
 
-    /// After [`Self::block`]: where the weight is still that of the newest version, so is the master, with the
+    /// After [`Self::approve`]: where the weight is still that of the newest version, so is the master, with the
     /// precision that the weight does not show.
     ///
     /// # Safety
     /// The block is this thread's alone in the next version. With one copy of the state, the version counts.
     pub(super) unsafe fn keep_masters(&self, block: BlockId) {
-        let (Some(old), Some(new)) = (&self.old_state.master, &self.new_state.master) else { return };
-        for (segment, wire) in narrow(&self.layout, block) {
-            let elements = element_span(segment, wire);
-            // SAFETY: passed on to the caller; the old state is immutable while its version is the newest.
-            let (weights, master) = unsafe {
-                if !self.has_one_copy() {
-                    let new = new.floats_mut(elements.clone());
-                    kernels::stream_copy(
-                        kernels::bytes(old.floats(elements.clone())),
-                        kernels::bytes_mut(new),
-                    );
-                }
-                (self.back.region.memory().bytes(span(&segment.bytes)), new.floats_mut(elements))
-            };
-            kernels::widen_changed(wire, self.front.bytes(segment.bytes.clone()), weights, master);
+        thread_local! {
+            static NUMBERS: RefCell<Vec<u32>> = RefCell::default();
         }
+        let (Some(old), Some(new)) = (&self.old_state.master, &self.new_state.master) else { return };
+        let changed = self.changes.as_ref().map(|changes| changes.of(block));
+        let start = self.layout.block_bytes(block).start;
+        NUMBERS.with_borrow_mut(|numbers| {
+            numbers.clear();
+            let unit = match changed.as_deref() {
+                Some(Changed::Nothing) => Some(1),
+                Some(Changed::Some(units)) => {
+                    units.numbers(numbers);
+                    Some(units.unit())
+                }
+                Some(Changed::Whole) | None => None,
+            };
+            for (segment, wire) in narrow(&self.layout, block) {
+                let elements = element_span(segment, wire);
+                // SAFETY: passed on to the caller; the old state is immutable while its version is the newest.
+                let (weights, master) = unsafe {
+                    if !self.has_one_copy() {
+                        let new = new.floats_mut(elements.clone());
+                        kernels::stream_copy(
+                            kernels::bytes(old.floats(elements.clone())),
+                            kernels::bytes_mut(new),
+                        );
+                    }
+                    (self.back.region.memory().bytes(span(&segment.bytes)), new.floats_mut(elements))
+                };
+                match unit {
+                    Some(_) if numbers.is_empty() => {}
+                    Some(unit)
+                        if unit == wire.size()
+                            && (segment.bytes.start - start).is_multiple_of(unit as u64) =>
+                    {
+                        let unit_of = |at: u64| ((at - start) / unit as u64) as u32;
+                        let (first, end) = (unit_of(segment.bytes.start), unit_of(segment.bytes.end));
+                        let from = numbers.partition_point(|&number| number < first);
+                        let to = numbers.partition_point(|&number| number < end);
+                        let places = &mut numbers[from..to];
+                        places.iter_mut().for_each(|place| *place -= first);
+                        kernels::widen_at(wire, weights, places, master);
+                        places.iter_mut().for_each(|place| *place += first);
+                    }
+                    _ => {
+                        kernels::widen_changed(wire, self.front.bytes(segment.bytes.clone()), weights, master)
+                    }
+                }
+            }
+        });
     }
 
     /// The block counts as it was built, finite or not. It belongs to this thread.

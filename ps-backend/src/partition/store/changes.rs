@@ -6,7 +6,7 @@ use std::sync::Arc;
 use libmodelio::bytes::changes::{Changed, Union};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::pinned::PinnedVersion;
 
@@ -25,6 +25,11 @@ impl VersionChanges {
     /// Says what has changed in a block.
     pub(super) fn set(&self, block: BlockId, changed: Changed) {
         *self.0[block.index()].lock() = changed;
+    }
+
+    /// What has changed in a block. Nobody else asks or says it meanwhile.
+    pub(super) fn of(&self, block: BlockId) -> MutexGuard<'_, Changed> {
+        self.0[block.index()].lock()
     }
 
     /// Appends the patch that makes the block from the one before. False if all of it may have changed.

@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import ExitStack
 
-from machine import GIB, MIB, ROOT, Failed, finished, require, require_memory, say
+from machine import GIB, MIB, ROOT, Failed, finished, own_python, require, require_memory, say
 from programs import output_of
 from report import Figure, ratio, times, worst
 
@@ -81,12 +81,10 @@ def python(bench, binary, program, prefix, size, count):
         cluster = jobs.Cluster(stack, binary, bench.work / "cluster", size)
         url = f"gradfs://{cluster.registry}/{jobs.MODEL}"
         env = {"MODELIO_LIBRARY": str(prefix / "lib" / "libmodelio.so.0"), "PYTHONPATH": str(ROOT / "python")}
-        own = ROOT / ".venv" / "bin" / "python"
-        interpreter = own if own.is_file() else sys.executable
         found = {}
         commands = [
             ("c", [program, url]),
-            ("python", [interpreter, ROOT / "scripts/lib/bench/parts/aio_push.py", url]),
+            ("python", [own_python(), ROOT / "scripts/lib/bench/parts/aio_push.py", url]),
         ]
         for turn in range(count + 1):
             # Only one of them is a learner at a time: the other would be waited for.

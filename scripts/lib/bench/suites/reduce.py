@@ -27,7 +27,7 @@ import statistics
 import sys
 from contextlib import ExitStack
 
-from machine import GIB, ROOT, Failed, require_memory, say
+from machine import GIB, ROOT, Failed, own_python, require_memory, say
 from programs import Peer, output_of
 from report import milliseconds, ratio, times
 
@@ -87,7 +87,7 @@ def of_torch(binary, python, kind, elements, threads, target):
     return [of_rounds(f"cpu_adam_vs_torch_{kind}", target, ours, other, lambda rate: milliseconds(1 / rate))]
 
 
-def of_cpu(binary, quick, python):
+def of_cpu(binary, quick, own_python()):
     """The figures of the CPU."""
     require_memory((2 if quick else 4) * GIB)
     found, why = measured(binary, *quick, "--cpu")
@@ -136,9 +136,7 @@ def options(parser):
 
 
 def run(bench):
-    own = ROOT / ".venv" / "bin" / "python"
-    python = own if own.is_file() else sys.executable
     (binary,) = bench.binaries("bench_reduce")
     quick = ["--quick"] if bench.quick else []
-    figures = of_cpu(binary, quick, python) if "cpu" in bench.only else []
+    figures = of_cpu(binary, quick, own_python()) if "cpu" in bench.only else []
     return figures + (of_gpu(binary, quick, bench.options.gpu, python) if "gpu" in bench.only else [])

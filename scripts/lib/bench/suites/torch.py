@@ -24,7 +24,7 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from machine import GIB, ROOT, Failed, require_memory, say
+from machine import GIB, ROOT, Failed, own_python, require_memory, say
 from programs import ROUND_DEADLINE, STOP_DEADLINE, Program
 from report import Figure, ratio, times, worst
 
@@ -45,8 +45,8 @@ class Job:
     def __init__(self, stack, bench, binary, kind, network, ranks):
         self.directory, self.lines = bench.work / f"{network}-{ranks}-{kind}", []
         self.directory.mkdir()
-        own, path = ROOT / ".venv" / "bin" / "python", self.directory / "suite"
-        command = [own if own.is_file() else sys.executable, "-m", "gradfs.launch", "--job-dir", self.directory, "-n", ranks]
+        path = self.directory / "suite"
+        command = [own_python(), "-m", "gradfs.launch", "--job-dir", self.directory, "-n", ranks]
         command += [STEP, path, kind, network, BATCHES[network, ranks]]
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python"), "GRADFS_BIN": str(binary)}
         with socket.socket(socket.AF_UNIX) as listener:
