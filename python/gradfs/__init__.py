@@ -15,9 +15,10 @@ Importing this imports no array library. `gradfs.torch` is imported when it is a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .changes import Change, Changes
 from .errors import (
     Busy,
     Closed,
@@ -29,7 +30,7 @@ from .errors import (
     Timeout,
 )
 from .first_file import create_from
-from .following import follow
+from .following import Follower, follow
 from .layout import Layout, Tensor
 from .learner import Learner, Step
 from .memory import Memory
@@ -39,12 +40,17 @@ from .weights import View, Weights
 __version__ = "0.1.0"
 
 __all__ = [
-    "Busy", "Closed", "GradfsError", "Layout", "Learner", "Left", "Memory", "Model", "NotMounted", "Refused", "Step",
-    "Stopped", "Tensor", "Timeout", "View", "Weights", "create_from", "follow", "open", "publish",
+    "Busy", "Change", "Changes", "Closed", "Follower", "GradfsError", "Layout", "Learner", "Left", "Memory", "Model",
+    "NotMounted", "Refused", "Step", "Stopped", "Tensor", "Timeout", "View", "Weights", "create_from", "follow", "open",
+    "publish",
 ]  # fmt: skip
 
 
-def publish(path: str | os.PathLike[str], values: Mapping[str, Any], meta: Mapping[str, str] | None = None) -> int:
+def publish(
+    path: str | os.PathLike[str],
+    values: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    meta: Mapping[str, str] | None = None,
+) -> int:
     """Makes whole new weights, such as a state_dict, the next version of a model. See Model.publish."""
     return open(path).publish(values, meta)
 

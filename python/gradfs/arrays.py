@@ -169,6 +169,30 @@ def writable(name: str, target: Any) -> Described:
     return described
 
 
+def targets(layout: Layout, out: Mapping[str, Any]) -> list[tuple[str, Described]]:
+    """Arrays that tensors of these names can be copied into. Raises one Refused that lists all that cannot."""
+    found = []
+    wrong = []
+    for name, target in out.items():
+        tensor = layout.get(name)
+        if tensor is None:
+            wrong.append(f"{name}: the model has no such tensor")
+            continue
+        try:
+            described = writable(name, target)
+            if described.shape != tensor.shape:
+                raise Refused(f"{name}: the shape is {list(described.shape)}, and {list(tensor.shape)} in the model")
+            if not converts(tensor.dtype, described.dtype):
+                raise Refused(f"{name}: the type is {described.dtype}, and {tensor.dtype} in the model")
+        except Refused as error:
+            wrong.append(str(error))
+        else:
+            found.append((name, described))
+    if wrong:
+        raise Refused(f"pull: {'; '.join(wrong)}")
+    return found
+
+
 def copy(view: View, target: Described) -> None:
     """Copies a tensor of a version into an array that `writable` has described, without the GIL where that counts."""
     value = target.value
@@ -184,6 +208,35 @@ def copy(view: View, target: Described) -> None:
         return
     numpy = sys.modules["numpy"]
     numpy.copyto(value, numpy.frombuffer(memory, value.dtype.newbyteorder("=")).reshape(view.shape))
+
+
+def put(indices: View, values: View, target: Described) -> None:
+    """Copies elements to places in a flat array that `writable` has described."""
+    value = target.value
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        put_torch(indices, values, value)
+        return
+    numpy = sys.modules["numpy"]
+    # Elements are moved as they are, so that NumPy need not know their type.
+    raw = f"u{BITS[target.dtype] // 8}"
+    memory = values.memory if values.dtype == target.dtype else converted(values.memory, values.dtype, target.dtype)
+    if isinstance(value, memoryview):
+        value = numpy.frombuffer(value.cast("B") if value.nbytes else b"", raw)
+    elif not value.dtype.isnative:
+        raise Refused(f"{indices.name}: the array has the bytes of its elements in another order")
+    else:
+        value = value.view(raw)
+    numpy.put(value, indices.numpy(), numpy.frombuffer(memory, raw))
+
+
+def put_torch(indices: View, values: View, target: Any) -> None:
+    """The same for a tensor of torch, on any device."""
+    import torch
+
+    with torch.no_grad():
+        places = indices.torch().to(target.device, torch.int64)
+        target.detach().put_(places, values.torch().to(target.device, target.dtype))
 
 
 def numpy_type(dtype: str) -> Any:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from . import arrays, first_file, job
 from .errors import GradfsError, Refused
-from .layout import BITS, Tensor
+from .layout import BITS
 
 # Where checkpoints keep weights and the optimizer.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "weights")
@@ -324,17 +324,7 @@ def _numbered(optimizer: dict[str, Any], like: Checkpoint) -> dict[str, Any]:
 
 def _tensors(path: Path) -> dict[str, Any]:
     """The tensors of a safetensors file."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        data = bytearray(file.read())
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-        tensor = Tensor(name, entry["dtype"], shape, begin, end - begin)
-        tensors[name] = arrays.View(tensor, memoryview(data)[begin:end]).torch()
-    return tensors
+    return {name: view.torch() for name, view in first_file.views(memoryview(bytearray(path.read_bytes()))).items()}
 
 
 def _checked(path: Path) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from . import arrays
+from .arrays import View
 from .errors import Refused
-from .layout import BITS, elements
+from .layout import BITS, Tensor, elements
 
 _FILE = "model.safetensors"
 # Any of these makes a directory a checkpoint that `gradfs up` loads.
@@ -76,6 +77,24 @@ def write(target: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str])
         file.write(len(text).to_bytes(8, "little") + text)
         for _, array in described:
             file.write(arrays.piece(array, array.dtype))
+
+
+def views(file: memoryview) -> dict[str, View]:
+    """The tensors of a safetensors file by name, over its bytes. Raises Refused for what is no such file."""
+    begin = 8 + int.from_bytes(file[:8], "little")
+    found = {}
+    try:
+        header: dict[str, Any] = json.loads(bytes(file[8:begin]))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+            data = file[begin + start : begin + end]
+            if not 0 <= start <= end or data.nbytes * 8 != elements(shape) * BITS[entry["dtype"]]:
+                raise ValueError(f"{name} has other bytes than its shape")
+            found[name] = View(Tensor(name, entry["dtype"], shape, start, data.nbytes), data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Refused(f"this is no whole safetensors file: {error}") from error
+    return found
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
 from . import arrays, learner
@@ -87,24 +87,38 @@ class Model(Contributor):
             raise Timeout(f"no version newer than {than} within {timeout} s", errno.ETIMEDOUT)
         return version
 
-    def publish(self, values: Mapping[str, Any], meta: Mapping[str, str] | None = None) -> int:
+    def publish(
+        self, values: Mapping[str, Any] | Iterable[tuple[str, Any]], meta: Mapping[str, str] | None = None
+    ) -> int:
         """Makes whole new weights the next version, and returns the number of the newest version then.
 
-        All tensors have to be given. The job takes new weights with the reducer `assign`, or at version 0. `meta` says
+        All tensors have to be given. Pairs of names and arrays are written one by one, so that they need not be in
+        memory together. The job takes new weights with the reducer `assign`, or at version 0. `meta` says
         something of the version, such as its training step: texts by name, 4096 bytes in all, which `Weights.meta`
         shows to whoever reads it. Raises Refused if one is no text, or cannot be kept.
         """
         self._check()
         _check_meta(meta or {})
-        missing = [name for name in self.layout if name not in values]
-        if missing:
-            raise Refused(f"publish: all tensors are needed, and these are missing: {', '.join(missing)}")
-        arrays.checked(self.layout, values, "publish")
+        parts: Iterable[Mapping[str, Any]] = (
+            [values] if isinstance(values, Mapping) else (dict([one]) for one in values)
+        )
+        if isinstance(values, Mapping):
+            self._check_all(values)
+            arrays.checked(self.layout, values, "publish")
         with Step(self._place, self._file("publish"), self.layout, self._model) as step:
-            step.update(values)
+            written: set[str] = set()
+            for part in parts:
+                step.update(part)
+                written.update(part)
+            self._check_all(written)
             if meta:
                 step._describe(meta)
         return self.version
+
+    def _check_all(self, names: Collection[str]) -> None:
+        missing = [name for name in self.layout if name not in names]
+        if missing:
+            raise Refused(f"publish: all tensors are needed, and these are missing: {', '.join(missing)}")
 
     def memfd(self, version: int | None = None) -> Memory:
         """Borrows the memory of a version that is here, or of the newest: a descriptor that no daemon stands behind.

@@ -304,6 +304,9 @@ class Network:
             raise
         return version, memoryview(memory)
 
+    def changes(self, model: str, version: int, base: int) -> tuple[Version, memoryview]:
+        raise FileNotFoundError(errno.ENOENT, "without a mount, versions come whole", model)
+
     def lend(self, model: str, version: int | None) -> Loan:
         weights = _opened("open_weights", self._model, int(_PROMPT * 1000))
         try:

@@ -80,6 +80,9 @@ class Place(Protocol):
         Who only `copies` them lets go of them soon, and changes nothing.
         """
 
+    def changes(self, model: str, version: int, base: int) -> tuple[Version, memoryview]:
+        """A version, and the file of what differs in it from another one. ENOENT if one of them is not known."""
+
     def lend(self, model: str, version: int | None) -> Loan:
         """Borrows the memory of a version, or of the newest. The descriptor is the caller's."""
 
@@ -173,6 +176,12 @@ class Files:
             return Version(**about), memoryview(mapped(file, size, mmap.mmap))
         finally:
             os.close(file)
+
+    def changes(self, model: str, version: int, base: int) -> tuple[Version, memoryview]:
+        directory = os.path.join(model, "versions", str(version))
+        with open(os.path.join(directory, f"changes-since-{base}.safetensors"), "rb") as file:
+            about = json.loads(os.getxattr(os.path.join(directory, "weights"), "user.gradfs.about"))
+            return Version(**about), memoryview(bytearray(file.read()))
 
     def lend(self, model: str, version: int | None) -> Loan:
         return MountLoan(model, version)

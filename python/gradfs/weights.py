@@ -7,7 +7,7 @@ from typing import Any, final
 
 from . import arrays
 from .arrays import View
-from .errors import Closed, Refused, explained
+from .errors import Closed, explained
 from .layout import Layout
 from .places import Place
 
@@ -21,6 +21,9 @@ class Weights(Mapping[str, View]):
     A version stays in memory as long as something refers to it: these weights until `close()`, and each view, array or
     tensor that came from them. `close()` lets go of the first alone, so views may be used after it.
     """
+
+    is_whole = True
+    """Tells them from `Changes`, which have the elements alone that differ."""
 
     def __init__(
         self, place: Place, path: str, layout: Layout, model: str, learner: str | None = None, copies: bool = False
@@ -58,28 +61,7 @@ class Weights(Mapping[str, View]):
 
     def copy_to(self, out: Mapping[str, Any]) -> None:
         """Copies tensors into writable arrays of the same names. Nothing is written unless all of them fit."""
-        targets = []
-        wrong = []
-        for name, target in out.items():
-            tensor = self.layout.get(name)
-            if tensor is None:
-                wrong.append(f"{name}: the model has no such tensor")
-                continue
-            try:
-                described = arrays.writable(name, target)
-                if described.shape != tensor.shape:
-                    raise Refused(
-                        f"{name}: the shape is {list(described.shape)}, and {list(tensor.shape)} in the model"
-                    )
-                if not arrays.converts(tensor.dtype, described.dtype):
-                    raise Refused(f"{name}: the type is {described.dtype}, and {tensor.dtype} in the model")
-            except Refused as error:
-                wrong.append(str(error))
-            else:
-                targets.append((name, described))
-        if wrong:
-            raise Refused(f"pull: {'; '.join(wrong)}")
-        for name, described in targets:
+        for name, described in arrays.targets(self.layout, out):
             arrays.copy(self[name], described)
 
     def close(self) -> None:

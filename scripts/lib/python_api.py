@@ -5,7 +5,7 @@ import textwrap
 
 GENERATED = "use/languages/api.md"
 # Each module that users import from, and what they are said to find there.
-MODULES = {"gradfs": "gradfs", "gradfs.torch": "gradfs/torch"}
+MODULES = {"gradfs": "gradfs", "gradfs.engines": "gradfs/engines", "gradfs.torch": "gradfs/torch"}
 _HEAD = """# Python reference
 
 What programs call, with its docstrings. [The Python package](python.md) explains it.
