@@ -372,6 +372,7 @@ def test_a_save_soon_after_another_one_waits_for_its_turn(world, tmp_path):
         ("Load", (5, 0, b"\0"), b"1234", "NoModel"),
         ("FetchCopy", (5, 7, 0, b"\0"), b"", "Other"),
         ("BeginAt", (5,), b"no record", "Other"),
+        ("ChangedSince", (5, 1, 2, 0), b"", "NoModel"),
     ],
 )
 def test_records_and_loads_that_are_none_are_refused(world, name, fields, payload, expected):

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use clap::{ArgMatches, CommandFactory, FromArgMatches as _, Parser, Subcommand, ValueHint};
 
+use crate::apply::ApplyArgs;
 use crate::config::{UpArgs, explained};
 use crate::error::{self, Error};
 use crate::follow::args::FollowArgs;
@@ -53,6 +54,9 @@ pub enum Command {
         override_usage = "gradfs follow [OPTIONS] PATH [--exec COMMAND | --post URL]"
     )]
     Follow(FollowArgs),
+    /// Bring a copy of a version's weights to a newer version, by what has changed between them
+    #[command(after_help = include_str!("cli/help/apply.txt").trim_end())]
+    Apply(ApplyArgs),
     /// Run a PyTorch script as a data-parallel job: makes the model, mounts it, and starts learners
     #[command(
         after_help = include_str!("cli/help/launch.txt").trim_end(),

@@ -10,6 +10,7 @@ pub mod node;
 pub mod text;
 
 mod attr;
+mod changes;
 mod draft;
 mod looked_up;
 mod names;
@@ -33,6 +34,7 @@ use crate::session::learner::Learner;
 use crate::session::model::{Model, OnlyOne};
 
 pub use attr::{Attributes, Keep};
+pub use changes::WantedChanges;
 pub use open::{OpenRequest, Way};
 pub use open_file::OpenFile;
 
@@ -169,6 +171,8 @@ impl Fs {
             (_, Some(Node::Model(_, file))) if file.is_named() => false,
             // The name leads to the inode that maps to the page cache.
             (_, Some(Node::Model(_, file))) if file.maps() == Some(MapsTo::Memory) => false,
+            // Its changes are kept for a while only.
+            (_, Some(Node::Model(_, file))) if file.is_changes() => false,
             // The kernel is told to drop the name in time.
             (_, Some(Node::Model(_, File::Tensors(..)))) => true,
             // A version's own directory never changes.
@@ -379,6 +383,7 @@ fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
     };
     let has_data = file.version().is_some()
         && !file.is_dir()
+        && !file.is_changes()
         && !matches!(file, File::RetainedText(_) | File::RetainedMeta(_));
     let takes_data =
         matches!(file, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_))

@@ -4,6 +4,7 @@
 #[macro_use]
 mod printing;
 
+mod apply;
 mod background;
 mod checkpoint;
 mod cli;
@@ -89,6 +90,7 @@ fn run(cli: Cli, given: &ArgMatches) -> Result<ExitCode, Error> {
         }
         Command::Run(args) => return run::run(&args),
         Command::Follow(args) => return follow::run(&args),
+        Command::Apply(args) => apply::run(&args),
         Command::Launch { args } => launch::run(&args),
         Command::Cluster(command) => {
             return run_cluster(command, &CLUSTER.layers(given, std::env::vars_os())?, ready);

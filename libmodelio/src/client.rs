@@ -38,7 +38,7 @@ mod versions;
 
 pub use self::core::LastCommit;
 pub use commit_notice::CommitNotice;
-pub use job::{Job, JobStatus, ShardView, VersionView, wait_for};
+pub use job::{ChangesError, Job, JobStatus, ShardView, VersionView, wait_for};
 pub use memory::JobMemory;
 pub use observed::Phases;
 pub use options::{

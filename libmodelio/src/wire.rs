@@ -148,12 +148,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V14 = 14,
     /// Shards send what has changed in a block since a version that the client has.
+    ///
+    /// This program does not speak it any more.
     V15 = 15,
+    /// Shards say what has changed from one version to another.
+    V16 = 16,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V15;
+    pub const NEWEST: Protocol = Protocol::V16;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -166,7 +170,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            15 => Ok(Protocol::V15),
+            16 => Ok(Protocol::V16),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

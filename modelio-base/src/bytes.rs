@@ -4,6 +4,7 @@ pub mod available;
 pub mod block;
 pub mod changes;
 pub mod crc32c;
+pub mod crc64;
 pub mod kernels;
 pub mod loan;
 pub mod mmap;

@@ -130,6 +130,7 @@ impl Fs {
             }
             File::RetainedText(v) => of_version(text_len(v), v)?,
             File::RetainedMeta(v) => of_version(text::meta(model, v).len() as u64, v)?,
+            File::Sparse(v, _) | File::Patch(v, _) => of_version(tree.changes.len_of(file)?, v)?,
             // Opened for each step, and only the time changes.
             File::Gradients(_) | File::LearnerGradients(..) => {
                 Attributes { keep: Keep::Briefly, ..sized(size) }

@@ -12,6 +12,7 @@ use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::header;
 use parking_lot::Mutex;
 
+use super::changes::KeptChanges;
 use super::node::{File, MAX_PUBLICATIONS, Node};
 use super::paths::TensorPaths;
 use super::temporary::Temporaries;
@@ -47,6 +48,8 @@ pub struct ModelTree {
     pub publications: Arc<Publications>,
     /// Files that programs are about to rename.
     pub temporaries: Temporaries,
+    /// What has changed from one version to another, as looked up last.
+    pub(super) changes: Arc<KeptChanges>,
     /// Length of the header of `weights.safetensors`, the same in all versions.
     pub safetensors_header_len: u64,
     /// Whoever knows this may borrow the model's memory. None if the system had no random number.
@@ -83,6 +86,7 @@ impl ModelTree {
             tensors_name: TensorsName::default(),
             publications: Arc::default(),
             temporaries: Temporaries::default(),
+            changes: Arc::default(),
             safetensors_header_len: safetensors_header(&model, Version(0)).len() as u64,
             key: unguessable().ok(),
             model,

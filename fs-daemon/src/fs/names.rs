@@ -9,6 +9,7 @@ use libmodelio::vocabulary::members::{LeaveReason, MAX_LEARNER_NAME, is_learner_
 
 use super::Owner;
 use super::attr::Attributes;
+use super::changes;
 use super::model_tree::ModelTree;
 use super::node::{File, MapsTo, Node};
 use super::paths::Child;
@@ -400,6 +401,7 @@ fn lookup_in(tree: &ModelTree, dir: File, name: &str) -> Option<File> {
         File::Versions => return retained(model, name).map(File::Retained),
         File::Learners => return model.learner_named(name).map(|learner| File::Learner(learner.id)),
         File::Learner(id) => drop(model.learner(id).ok()?),
+        File::Retained(version) if name.starts_with("changes-") => return changes::named(version, name),
         // Before its version is looked up, which may then be this one or a later one.
         File::Dir if name == "tensors" => tree.tensors_name.keep(|| model.job.version()),
         File::Dir if name == "publish" => return Some(File::Publish(tree.publications.number())),

@@ -21,6 +21,9 @@ pub const MAX_PUBLICATIONS: u64 = 1 << (INDEX_BITS + VERSION_BITS);
 
 const _: () = assert!(MAX_JOINS <= 1 << INDEX_BITS);
 
+/// One more than the most versions that a file of changes goes back.
+pub const MAX_BACK: u64 = 1 << INDEX_BITS;
+
 /// The root of the mount, by FUSE's convention.
 pub const ROOT_INO: u64 = 1;
 
@@ -69,6 +72,10 @@ pub enum File {
     RetainedText(Version),
     /// `versions/<n>/meta.json`.
     RetainedMeta(Version),
+    /// `versions/<n>/changes-since-<m>.safetensors`, by how far back `m` is.
+    Sparse(Version, u32),
+    /// `versions/<n>/changes-since-<m>.patch`, by how far back `m` is.
+    Patch(Version, u32),
     /// `learners/`.
     Learners,
     /// `learners/<id>/`.
@@ -211,6 +218,8 @@ impl File {
             File::Companion(i) => (10, i, Version(1)),
             File::Publish(n) => (11, wide(n).0, wide(n).1),
             File::Temporary(n) => (12, wide(n).0, wide(n).1),
+            File::Sparse(v, back) => (13, back, v),
+            File::Patch(v, back) => (14, back, v),
             file => {
                 if let Some(at) = OF_MODEL.iter().position(|of| *of == file) {
                     return (1, at as u32, NONE);
@@ -246,6 +255,8 @@ impl File {
             10 if version.0 == 1 => File::Companion(index),
             11 => File::Publish(wide),
             12 => File::Temporary(wide),
+            13 => File::Sparse(version, index),
+            14 => File::Patch(version, index),
             _ => return None,
         })
     }
@@ -264,6 +275,8 @@ impl File {
             | File::RetainedTensor(v, _)
             | File::RetainedText(v)
             | File::RetainedMeta(v)
+            | File::Sparse(v, _)
+            | File::Patch(v, _)
             | File::RetainedHuggingFace(v)
             | File::LearnerWeights(_, v)
             | File::LearnerSafetensors(_, v) => Some(v),
@@ -331,6 +344,11 @@ impl File {
                 | File::NamedPublish
                 | File::LearnerNamedPublish(_)
         )
+    }
+
+    /// Whether the file shows what has changed.
+    pub fn is_changes(self) -> bool {
+        matches!(self, File::Sparse(..) | File::Patch(..))
     }
 
     /// Whether the node is a directory.
@@ -420,7 +438,7 @@ mod tests {
         check(Node::Readme);
         check(Node::Trace);
         for model in [0, 1, 255] {
-            for kind in 1..=12 {
+            for kind in 1..=14 {
                 for index in (0..20).chain([(1 << 20) - 1]) {
                     for version in (0..20).chain([(1 << 31) - 1]) {
                         if let Some(file) = File::from_parts(kind, index, Version(version)) {

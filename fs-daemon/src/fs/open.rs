@@ -143,7 +143,7 @@ impl OpenRequest {
     /// Whether the open takes long: it takes a region's pages first, or asks the job.
     pub fn takes_long(&self) -> bool {
         let Some((tree, file)) = self.file() else { return false };
-        if file == File::Snapshot {
+        if file == File::Snapshot || tree.changes.sums(file) {
             return true;
         }
         if matches!(file, File::Publish(_)) {
@@ -320,6 +320,10 @@ impl Fs {
                 let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
                 let (header, bytes) = (Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone());
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
+            }
+            File::Sparse(..) | File::Patch(..) => {
+                request.read_only("a file of changes")?;
+                Ok((OpenFile::Changes(tree.changes.open(model, file)?), Way::Direct))
             }
             File::Gradients(_)
             | File::LearnerGradients(..)

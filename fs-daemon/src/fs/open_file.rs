@@ -8,6 +8,7 @@ use libmodelio::contributor::Wrote;
 use libmodelio::vocabulary::ids::Version;
 
 use super::Fs;
+use super::changes::ChangesFile;
 use super::model_tree::ModelTree;
 use super::temporary::Temporary;
 use super::text_file::TextFile;
@@ -46,6 +47,8 @@ pub enum OpenFile {
         /// Its bytes.
         file: Arc<Temporary>,
     },
+    /// Reads what has changed from one version to another.
+    Changes(ChangesFile),
     /// Reduces numbers of a learner with those of others.
     AllReduce(AllReduceFile),
     /// Reads a file that came with the model.
@@ -100,6 +103,7 @@ impl Fs {
                 Ok(text) => with(Ok(part(text.as_bytes(), offset, len))),
                 Err(error) => with(Err(error)),
             },
+            OpenFile::Changes(file) => with(Ok(&file.read(offset, len))),
             OpenFile::Temporary { file, .. } => file.read(offset, len, |bytes| with(Ok(bytes))),
             OpenFile::AllReduce(of) => with(Ok(part(&of.results(offset), 0, len))),
             OpenFile::Companion { tree, index } => {
@@ -141,6 +145,7 @@ impl OpenFile {
             OpenFile::Text(text) => return text.write(offset, data),
             OpenFile::Temporary { file, .. } => file.write(offset, data)?,
             OpenFile::Version(_)
+            | OpenFile::Changes(_)
             | OpenFile::AllReduce(_)
             | OpenFile::Companion { .. }
             | OpenFile::Snapshot(_)
@@ -161,6 +166,7 @@ impl OpenFile {
                 contribution.declare_final(offset, len, is_stored_here)
             }
             OpenFile::Version(_)
+            | OpenFile::Changes(_)
             | OpenFile::Publication { .. }
             | OpenFile::Temporary { .. }
             | OpenFile::AllReduce(_)
@@ -253,6 +259,7 @@ impl OpenFile {
     pub fn shown_version(&self) -> Option<Version> {
         match self {
             OpenFile::Version(file) => Some(file.reader.version()),
+            OpenFile::Changes(file) => Some(file.version()),
             OpenFile::Contribution { contribution, .. } => contribution.reader().map(|of| of.version()),
             _ => None,
         }

@@ -9,7 +9,7 @@ mod opening;
 mod renaming;
 
 use std::collections::HashMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
@@ -31,6 +31,7 @@ use crate::fs::Access;
 use crate::fs::Attributes;
 use crate::fs::Fs;
 use crate::fs::OpenFile;
+use crate::fs::WantedChanges;
 use crate::fs::model_tree::Kernel;
 use crate::fs::model_tree::ModelTree;
 use crate::fs::node::{File, Node, ROOT_INO};
@@ -128,6 +129,20 @@ impl Calls {
     pub fn lookup(&self, parent: u64, name: &OsStr, tid: u32) -> CallResult<Attributes> {
         let found = self.fs.lookup(parent, name)?;
         Ok(Attributes { ino: self.memory_lookups.led(tid, found.ino), ..found })
+    }
+
+    /// [`Fs::lookup`] for thread `tid`, of a file for which the shards have to be asked first.
+    pub fn look_up_changes(
+        &self,
+        parent: u64,
+        name: OsString,
+        wanted: WantedChanges,
+        tid: u32,
+        done: Done<Attributes>,
+    ) {
+        let (fs, late) = (Arc::clone(&self.fs), Arc::clone(&self.fs));
+        let done = self.waits.guard(tid, done, None, move |found: Attributes| late.forget(found.ino, 1));
+        on_own_thread("gradfs-changes", move || done(wanted.find().and_then(|()| fs.lookup(parent, &name))));
     }
 
     /// [`Fs::lookup_dropped`] for thread `tid`. A directory of the same name can be made: the learner joins again.

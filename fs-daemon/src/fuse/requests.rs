@@ -65,6 +65,22 @@ impl Filesystem for Binding {
 
     fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let caller = self.caller("lookup", parent, request);
+        if let Some(wanted) = self.fs().wants_changes(parent.0, name) {
+            let answer = move |outcome: CallResult<Attributes>| match outcome {
+                Ok(a) => reply.entry_with_ttls(&attr_ttl(&a), &Duration::ZERO, &attr(&a), Generation(0)),
+                Err(error) => {
+                    caller.warn(&error);
+                    reply.error(Errno::from_i32(error.errno));
+                }
+            };
+            return self.calls.look_up_changes(
+                parent.0,
+                name.to_owned(),
+                wanted,
+                request.pid(),
+                Box::new(answer),
+            );
+        }
         match self.calls.lookup(parent.0, name, request.pid()) {
             Ok(a) => {
                 let name_ttl = self.name_ttl(parent.0, a.ino);

@@ -87,6 +87,11 @@ impl LastRefusal {
         }
     }
 
+    /// Says why a call failed, however ordinary its errno is. No contribution was refused.
+    pub fn explain(&self, error: &CallError) {
+        self.0.lock().text = Some(error.message.clone());
+    }
+
     /// A contribution ended without a refusal of its end. `taken`: something was written.
     pub fn ended(&self, taken: bool) {
         let mut last = self.0.lock();

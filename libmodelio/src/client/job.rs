@@ -3,12 +3,14 @@
 //! | module | holds |
 //! |---|---|
 //! | `connect` | connecting |
+//! | `changes` | what has changed from one version to another |
 //! | `requests` | requests of learners, and settings |
 //! | `weights` | whole new weights |
 //! | `status` | the status |
 //!
 //! It answers from what the coordinator has sent already. A call that needs another answer takes a completion.
 
+mod changes;
 mod connect;
 mod requests;
 mod status;
@@ -44,6 +46,7 @@ use crate::vocabulary::meta::Meta;
 use crate::vocabulary::reducer::{Content, Hyper, Reducer};
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{LearnerState, Message};
+pub use changes::ChangesError;
 pub use requests::wait_for;
 pub use status::{JobStatus, ShardView};
 

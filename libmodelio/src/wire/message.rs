@@ -750,6 +750,24 @@ pub enum Message {
         /// The CRC32C of the block afterwards. None if nothing has changed.
         crc: Option<u32>,
     },
+
+    // -- what has changed, for files that show it
+    /// Say which elements of the shard's blocks have changed from one version to another. Answered by `ChangedBlocks`.
+    ChangedSince {
+        /// The life of the model.
+        generation: Generation,
+        /// The older version.
+        base: Version,
+        /// The newer one.
+        version: Version,
+        /// Of the shard's blocks from this one on.
+        first: BlockId,
+    },
+    /// The answer. The payload is the [`crate::bytes::changes::encode_block`] of some blocks.
+    ChangedBlocks {
+        /// The next one, if these are not all.
+        next: Option<BlockId>,
+    },
 }
 
 /// The state of a job that a client needs.

@@ -702,6 +702,15 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(PlanId), block(), id64(Version), any::<Option<u32>>())
             .prop_map(|(plan, block, base, crc)| Message::ChangesAhead { plan, block, base, crc })
             .boxed(),
+        (id64(Generation), id64(Version), id64(Version), block())
+            .prop_map(|(generation, base, version, first)| Message::ChangedSince {
+                generation,
+                base,
+                version,
+                first,
+            })
+            .boxed(),
+        proptest::option::of(block()).prop_map(|next| Message::ChangedBlocks { next }).boxed(),
     ]
 }
 

@@ -8,11 +8,14 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::bytes::kernels;
+use crate::vocabulary::ids::BlockId;
 
 mod positions;
+mod runs;
 mod union;
 
 use positions::{Gaps, Positions, shift_of};
+pub use runs::{Runs, RunsBuilder};
 pub use union::Union;
 
 /// What has changed in a block.
@@ -147,6 +150,81 @@ impl Changed {
         Ok(if positions.is_empty() { Changed::Nothing } else { Changed::Some(Units(positions)) })
     }
 
+    /// Appends what has changed, without values: the beginning of a patch, or a head alone if all may have changed.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        match self {
+            Changed::Nothing => Positions::none().encode(out),
+            Changed::Some(Units(positions)) => positions.encode(out),
+            Changed::Whole => out.extend_from_slice(&positions::WHOLE),
+        }
+    }
+
+    /// What has changed in a block of `len` bytes, from [`Self::encode`].
+    ///
+    /// # Errors
+    /// [`PatchError`].
+    pub fn decode(bytes: &[u8], len: usize) -> Result<Changed, PatchError> {
+        if bytes == positions::WHOLE {
+            return Ok(Changed::Whole);
+        }
+        let (positions, values) = Positions::of_patch(bytes, len)?;
+        let mut last = None;
+        positions.each(|unit| last = Some(unit));
+        match last {
+            _ if !values.is_empty() => Err(PatchError::Length),
+            None => Ok(Changed::Nothing),
+            Some(last) if last << positions.shift() >= len => Err(PatchError::Beyond),
+            Some(_) => Ok(Changed::Some(Units(positions))),
+        }
+    }
+
+    /// Calls `each` with the bytes of a block of `len` bytes that have changed, in order. With the version before, only
+    /// units that differ count, of `unit` bytes; else all units that may have changed do.
+    ///
+    /// # Panics
+    /// If the block is shorter than the one that was compared, or the versions are not of its length.
+    pub fn each_range(
+        &self,
+        len: usize,
+        versions: Option<(&[u8], &[u8], usize)>,
+        mut each: impl FnMut(Range<usize>),
+    ) {
+        let mut narrow = |range: Range<usize>| match versions {
+            None => each(range),
+            Some((old, new, unit)) => {
+                let mut start = None;
+                for at in range.clone().step_by(unit) {
+                    let one = at..range.end.min(at + unit);
+                    match (old[one.clone()] != new[one], start) {
+                        (true, None) => start = Some(at),
+                        (false, Some(from)) => {
+                            each(from..at);
+                            start = None;
+                        }
+                        _ => {}
+                    }
+                }
+                start.into_iter().for_each(|from| each(from..range.end));
+            }
+        };
+        match (self, versions) {
+            (Changed::Nothing, _) => {}
+            (Changed::Some(Units(positions)), _) => positions.each(|unit| {
+                let start = unit << positions.shift();
+                narrow(start..len.min(start + (1 << positions.shift())));
+            }),
+            (Changed::Whole, None) => narrow(0..len),
+            (Changed::Whole, Some((old, new, _))) => {
+                let mut lines = vec![0; len.div_ceil(LINE).div_ceil(64)];
+                kernels::differing_lines(old, new, &mut lines);
+                each_line(&lines, len, |line| {
+                    narrow(line);
+                    true
+                });
+            }
+        }
+    }
+
     /// Copies what has changed.
     ///
     /// # Panics
@@ -172,6 +250,36 @@ impl Units {
         numbers.clear();
         self.0.each(|unit| numbers.push(unit as u32));
     }
+}
+
+/// Appends what has changed in a block: the block's number, the length of what follows, and [`Changed::encode`].
+pub fn encode_block(block: BlockId, changed: &Changed, out: &mut Vec<u8>) {
+    let start = out.len();
+    out.extend_from_slice(&block.0.to_le_bytes());
+    out.extend_from_slice(&[0; 4]);
+    changed.encode(out);
+    let len = (out.len() - start - 8) as u32;
+    out[start + 4..start + 8].copy_from_slice(&len.to_le_bytes());
+}
+
+/// What has changed in blocks, from [`encode_block`]. `len` tells the length of a block, if there is such a block.
+///
+/// # Errors
+/// [`PatchError`].
+pub fn decode_blocks(
+    mut encoded: &[u8],
+    len: impl Fn(BlockId) -> Option<usize>,
+) -> Result<Vec<(BlockId, Changed)>, PatchError> {
+    let mut blocks = Vec::new();
+    while !encoded.is_empty() {
+        let (block, rest) = encoded.split_first_chunk::<4>().ok_or(PatchError::Length)?;
+        let (taken, rest) = rest.split_first_chunk::<4>().ok_or(PatchError::Length)?;
+        let (taken, block) = (u32::from_le_bytes(*taken) as usize, BlockId(u32::from_le_bytes(*block)));
+        let (changed, rest) = rest.split_at_checked(taken).ok_or(PatchError::Length)?;
+        blocks.push((block, Changed::decode(changed, len(block).ok_or(PatchError::Beyond)?)?));
+        encoded = rest;
+    }
+    Ok(blocks)
 }
 
 /// The bytes of a line.

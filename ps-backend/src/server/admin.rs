@@ -1,6 +1,6 @@
 //! Administration of a shard: creating, loading and deleting models, and its status.
 
-use libmodelio::vocabulary::ids::{Generation, ShardId};
+use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId, Version};
 use libmodelio::wire::{Message, ModelRecord, Refusal};
 use serde_json::{Value, json};
 
@@ -11,6 +11,9 @@ use super::shared::{Creation, HostedModel, Shared};
 use super::unsent::AdminAnswer;
 use crate::memory;
 use crate::snapshot::Piece;
+
+/// An answer about changes goes on until it has so many bytes. What is known of a block is not longer than the block.
+const CHANGES_AT_ONCE: usize = 4 << 20;
 
 /// Makes this shard's partition of a model. This takes a while.
 pub(super) fn create(shared: &Shared, payload: &[u8]) -> AdminAnswer {
@@ -73,6 +76,18 @@ pub(super) fn loaded(shared: &Shared, generation: Generation) -> AdminAnswer {
         model.coordinator = Some(models::coordinator(shared, &model.record, &model.partition, job, &[])?);
     }
     Ok((Message::Done, None))
+}
+
+/// What has changed in the shard's blocks from one version to another.
+pub(super) fn changed_since(
+    shared: &Shared,
+    generation: Generation,
+    versions: (Version, Version),
+    first: BlockId,
+) -> AdminAnswer {
+    let partition = models::partition_of(shared, generation)?.1;
+    let (encoded, next) = partition.changed_since(versions, first, CHANGES_AT_ONCE)?;
+    Ok((Message::ChangedBlocks { next }, Some(encoded)))
 }
 
 /// The status: what this shard holds and does.

@@ -347,6 +347,11 @@ impl Peer {
                     admin::loaded(&shared, generation)
                 });
             }
+            Message::ChangedSince { generation, base, version, first } if shared.options.holds_blocks => {
+                return self.send_off(request, errands::ErrandKind::Short, payload, move |_| {
+                    admin::changed_since(&shared, generation, (base, version), first)
+                });
+            }
             Message::Delete { model, generation } if shared.options.holds_blocks => {
                 return self.send_off(request, errands::ErrandKind::Short, payload, move |_| {
                     models::delete(&shared, &model, generation)

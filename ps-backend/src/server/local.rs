@@ -5,13 +5,14 @@ use std::io;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use libmodelio::bytes::changes::Changed;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::Region;
 use libmodelio::client::{ClientError, Job};
 use libmodelio::transport::local::{HeldVersion, Mailbox, Pushed, Shard, ShardMemory, SharedBlock};
 use libmodelio::vocabulary::block_map::{BlockMap, MapError};
 use libmodelio::vocabulary::controls::Controls;
-use libmodelio::vocabulary::ids::{LearnerId, ShardId, Version};
+use libmodelio::vocabulary::ids::{BlockId, LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{JobState, ModelRecord, RecordError, Refusal};
@@ -182,6 +183,12 @@ impl Shard for LocalShard {
         let pinned = Arc::new(self.partition.version_here(version)?);
         let (region, published) = pinned.region();
         Ok(HeldVersion { region: region.clone(), published, hold: pinned })
+    }
+
+    fn changed_since(&self, base: Version, version: Version) -> Option<Vec<Changed>> {
+        let since = self.partition.store().since(base, version)?;
+        let layout = self.partition.layout();
+        Some((0..layout.blocks()).map(|block| since.changed(layout, BlockId(block))).collect())
     }
 
     fn execute(&self, work: Box<dyn FnOnce() + Send>) {

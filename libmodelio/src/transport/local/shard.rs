@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use super::Mailbox;
+use crate::bytes::changes::Changed;
 use crate::bytes::region::Region;
 use crate::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Version};
 use crate::vocabulary::shard_error::ShardError;
@@ -91,6 +92,9 @@ pub trait Shard: Send + Sync {
     /// The newest one, if this one is gone. An older one, if this one is still being made: then [`super::Mail::Retry`]
     /// says when to ask again.
     fn version(&self, version: Version) -> Result<HeldVersion, Version>;
+
+    /// What has changed in each block after `base` until `version`. None if that is not known any more.
+    fn changed_since(&self, base: Version, version: Version) -> Option<Vec<Changed>>;
 
     /// Runs work on many blocks on another thread.
     fn execute(&self, work: Box<dyn FnOnce() + Send>);

@@ -24,6 +24,9 @@ enum Form {
 const GAPS: u8 = 0;
 const BITS: u8 = 1;
 
+/// In place of positions: all may have changed.
+pub(super) const WHOLE: [u8; HEAD] = [0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
 /// The bit of all bytes of a gap but the last.
 const MORE: u8 = 0x80;
 /// The most bytes of a gap: more units than a block has.
@@ -168,12 +171,17 @@ impl Positions {
     /// Appends the patch.
     pub(super) fn patch(&self, block: &[u8], out: &mut Vec<u8>) {
         out.reserve(HEAD + self.taken() + ((self.count as usize) << self.shift));
+        self.encode(out);
+        self.by_unit(Gather { block, out });
+    }
+
+    /// Appends the patch without its values.
+    pub(super) fn encode(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.head());
         match &self.form {
             Form::Gaps(gaps) => out.extend_from_slice(gaps),
             Form::Bits(bits) => bits.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes())),
         }
-        self.by_unit(Gather { block, out });
     }
 
     /// The positions of a patch for a block of `len` bytes, and its values.

@@ -130,3 +130,34 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn what_has_changed_goes_without_values_and_comes_back() {
+    let len = 64 << 10;
+    for (at, step) in
+        [(vec![], 1), (vec![5, 4097], 2), ((0..len).step_by(6).collect(), 2), ((0..len).collect(), 1)]
+    {
+        let [old, new] = versions(len, &at);
+        let changed = Changed::between(&old, &new, step);
+        let mut encoded = Vec::new();
+        changed.encode(&mut encoded);
+        assert_eq!(Changed::decode(&encoded, len), Ok(changed.clone()));
+        let mut all = Vec::new();
+        changed.each_range(len, Some((&old, &new, 1)), |range| all.extend(range));
+        assert_eq!(all, at, "narrowed by comparing");
+        assert!(!encoded.is_empty() && Changed::decode(&encoded[1..], len).is_err());
+        if !at.is_empty() && changed != Changed::Whole {
+            encoded.push(0);
+            assert_eq!(Changed::decode(&encoded, len), Err(PatchError::Length));
+        }
+    }
+    let [old, new] = versions(128, &[127]);
+    let (changed, mut encoded) = (Changed::between(&old, &new, 1), Vec::new());
+    encode_block(BlockId(7), &Changed::Whole, &mut encoded);
+    encode_block(BlockId(9), &changed, &mut encoded);
+    let of = |len: usize| decode_blocks(&encoded, |block| (block.0 < 10).then_some(len));
+    assert_eq!(of(128), Ok(vec![(BlockId(7), Changed::Whole), (BlockId(9), changed)]));
+    assert_eq!(of(64), Err(PatchError::Beyond));
+    assert_eq!(decode_blocks(&encoded, |_| None), Err(PatchError::Beyond));
+    assert_eq!(decode_blocks(&encoded[..encoded.len() - 1], |_| Some(128)), Err(PatchError::Length));
+}

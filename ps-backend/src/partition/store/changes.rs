@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use libmodelio::bytes::block::span;
 use libmodelio::bytes::changes::{Changed, Union};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
@@ -121,6 +122,17 @@ impl Since {
         self.base
     }
 
+    /// What has changed in a block of the partition.
+    ///
+    /// # Panics
+    /// If the partition has no such block.
+    pub fn changed(&self, layout: &ModelLayout, block: BlockId) -> Changed {
+        match &self.records[..] {
+            [record] => record.0[block.index()].lock().clone(),
+            records => union_of(records, layout, block),
+        }
+    }
+
     /// The patch that brings a block of the partition up to `pinned`, with the checksum of the block if it changes
     /// anything. None if the block is sent on the whole.
     ///
@@ -135,15 +147,18 @@ impl Since {
         let (bytes, mut patch) = (pinned.block(block), Vec::new());
         let is_known = match &self.records[..] {
             [record] => record.patch(block, bytes, &mut patch),
-            records => {
-                let mut union = Union::new(bytes.len(), layout.unit(block));
-                records.iter().for_each(|record| union.add(&record.0[block.index()].lock()));
-                union.all().patch(bytes, &mut patch)
-            }
+            records => union_of(records, layout, block).patch(bytes, &mut patch),
         };
         let changes = patch.len() > Changed::NOTHING_BYTES;
         is_known.then(|| (patch, changes.then(|| pinned.checksum(block))))
     }
+}
+
+/// What has changed in a block in all of these versions.
+fn union_of(records: &[Arc<VersionChanges>], layout: &ModelLayout, block: BlockId) -> Changed {
+    let mut union = Union::new(span(&layout.block_bytes(block)).len(), layout.unit(block));
+    records.iter().for_each(|record| union.add(&record.0[block.index()].lock()));
+    union.all()
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::bytes::changes::Changed;
+use libmodelio::bytes::changes::{self, Changed};
 use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::stream::{Guard, LentPayload};
 use libmodelio::transport::tally::Flow;
@@ -221,6 +221,29 @@ impl Partition {
             Some(version) => Ok(Some(self.sending(Arc::new(version), base))),
             None => Err(Refusal::NoVersion { wanted, newest }),
         }
+    }
+
+    /// Which elements have changed after `base` until `version`, of this shard's blocks from `first` on: the encoded form
+    /// of about `room` bytes, and the block after them.
+    pub(in crate::server) fn changed_since(
+        &self,
+        (base, version): (Version, Version),
+        first: BlockId,
+        room: usize,
+    ) -> Result<(Vec<u8>, Option<BlockId>), Refusal> {
+        // Asked for first: what is known of this version is known by then.
+        let newest = self.store.versions().last().copied().unwrap_or_default();
+        let since = self.store.since(base, version);
+        let since = since.ok_or(Refusal::NoVersion { wanted: base, newest })?;
+        let (mut encoded, blocks) = (Vec::new(), self.store.partition().blocks());
+        for (local, &block) in blocks.iter().enumerate().filter(|(_, block)| **block >= first) {
+            if encoded.len() >= room {
+                return Ok((encoded, Some(block)));
+            }
+            let changed = since.changed(self.layout(), BlockId(local as u32));
+            changes::encode_block(block, &changed, &mut encoded);
+        }
+        Ok((encoded, None))
     }
 
     /// A block of a version: what has changed in it, or all of it.

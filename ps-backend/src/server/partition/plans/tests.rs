@@ -260,3 +260,28 @@ fn state_that_is_read_is_not_changed_in_place_meanwhile() {
     let expected = 1.0 - 2.0 * Hyper::default().learning_rate;
     assert_eq!([0, 1, 2].map(|block| bench.first_weight(block)), [expected; 3]);
 }
+
+#[test]
+fn what_has_changed_is_said_piece_by_piece() {
+    let mut bench = Bench::of("assign");
+    let plan = bench.run(Work::Assign { token: 1 }, BLOCKS);
+    assert_eq!(bench.said.recv_timeout(LONG).unwrap(), Message::Ready { plan });
+    bench.conclude(plan);
+    assert_eq!(bench.partition.progress().0, Version(1));
+    let say = |version, first, room| {
+        bench.partition.changed_since((Version(0), Version(version)), BlockId(first), room)
+    };
+    let (all, next) = say(1, 0, usize::MAX).unwrap();
+    assert_eq!((all.is_empty(), next), (false, None));
+    let (mut pieces, mut first) = (Vec::new(), Some(BlockId(0)));
+    for block in 0..BLOCKS {
+        assert_eq!(first, Some(BlockId(block)));
+        let (piece, next) = say(1, block, 1).unwrap();
+        pieces.extend(piece);
+        first = next;
+    }
+    assert_eq!((pieces, first), (all, None));
+    assert_eq!(say(1, BLOCKS, 1), Ok((Vec::new(), None)));
+    let unknown = Err(Refusal::NoVersion { wanted: Version(0), newest: Version(1) });
+    assert_eq!([say(2, 0, 1), say(0, 0, 1)], [unknown.clone(), unknown]);
+}
