@@ -37,6 +37,7 @@ pub use attr::{Attributes, Keep};
 pub use changes::WantedChanges;
 pub use open::{OpenRequest, Way};
 pub use open_file::OpenFile;
+pub use text_file::Announced;
 
 use draft::DraftRoom;
 use looked_up::{Bypassed, Fate, LookedUpNames};

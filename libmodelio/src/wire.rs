@@ -27,7 +27,7 @@ pub use codec::{append_frame, frame};
 pub use error::WireError;
 pub use header::{HEADER, Header, Payload};
 pub use message::{
-    Granted, JobState, LearnerState, Message, Plan, PlanSource, ReduceOp, Refusal, Role, Work,
+    Granted, JobState, LearnerState, Message, Plan, PlanSource, ReaderDoes, ReduceOp, Refusal, Role, Work,
 };
 pub use moved::{DataKind, Moved};
 pub use receiver::{Received, Receiver};
@@ -151,7 +151,7 @@ pub enum Protocol {
     ///
     /// This program does not speak it any more.
     V15 = 15,
-    /// Shards say what has changed from one version to another.
+    /// Shards say what has changed from one version to another. Jobs have readers, which say what they run.
     V16 = 16,
 }
 

@@ -17,6 +17,7 @@ pub mod norm;
 pub mod partly;
 pub mod phase;
 pub mod ranges;
+pub mod readers;
 pub mod reducer;
 pub mod schedule;
 pub mod settings_json;

@@ -30,12 +30,12 @@
 //! | module | holds |
 //! |---|---|
 //! | `actions`, `state`, `bits` | what comes out, learners and their contributions |
-//! | `formation`, `incarnations`, `making`, `measured`, `newest`, `recipe`, `provisional` | parts of the state, with their own decisions |
+//! | `formation`, `incarnations`, `readers`, `making`, `measured`, `newest`, `recipe`, `provisional` | parts of the state, with their own decisions |
 //! | `view` | the state, for reading |
 //! | `grace`, `consistency`, `staleness`, `waits`, `record` | rules that depend on more than one part |
 //! | `contents`, `pending`, `provisional::speculation` | the contents of plans, refused requests, plans before the commits |
 //! | `step` | from commits to versions |
-//! | `membership`, `commit`, `setback`, `hold`, `settings`, `deadlines` | the events |
+//! | `membership`, `reading`, `commit`, `setback`, `hold`, `settings`, `deadlines` | the events |
 //!
 //! # What a deadline means
 //! A commit that was not taken by its deadline can be repeated or aborted. Once it is taken it counts, even if its
@@ -58,6 +58,8 @@ mod membership;
 mod newest;
 mod pending;
 mod provisional;
+mod readers;
+mod reading;
 mod recipe;
 mod record;
 mod setback;

@@ -65,6 +65,7 @@ fn every_option_reaches_the_configuration() {
         ("max_versions", "9"),
         ("changes", "4"),
         ("delta", "off"),
+        ("hold_for_readers", "1"),
         ("pull", "on-demand"),
         ("read_own_step", "false"),
         ("nonfinite", "accept"),

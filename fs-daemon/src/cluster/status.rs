@@ -2,6 +2,7 @@
 
 mod learners;
 mod mounted;
+mod readers;
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -205,6 +206,7 @@ fn for_people(status: &Value, few: Option<usize>) -> String {
                     coordinator["contributions"],
                 );
                 learners::tell(&mut text, "    ", list(&coordinator["learners"]), of("consistency"), few);
+                readers::tell(&mut text, "    ", coordinator);
                 if let Some(moving) = moving(coordinator) {
                     let _ = writeln!(text, "    {moving}");
                 }

@@ -71,6 +71,9 @@ struct JobArgs {
     /// Whether mounts on a network pull what has changed, where that is less than all [default: auto]
     #[arg(long, value_parser = ["auto", "off"], ignore_case = true)]
     delta: Option<String>,
+    /// Versions that the next one may be ahead of what readers have applied; 0 is no limit [default: 0]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    hold_for_readers: Option<String>,
     /// When mounts on a network pull versions: at once, just before they are opened, or when they are [default: auto]
     #[arg(long, value_parser = ["auto", "eager", "adaptive", "on-demand"], ignore_case = true)]
     pull: Option<String>,

@@ -53,6 +53,9 @@ impl Fs {
     fn owner_of(&self, node: Node) -> Owner {
         let owner = |index, file: File| {
             let tree = self.tree(index).ok()?;
+            if let Some(reader) = file.reader() {
+                return tree.owner_of_reader(reader);
+            }
             let (model, id) = (&tree.model, file.learner()?);
             let learner = model.learner(id).ok().map(|learner| learner.owner);
             learner.or_else(|| Some(model.dropped(id)?.owner)).flatten()
@@ -106,13 +109,16 @@ impl Fs {
         if let File::LearnerGradients(id, _) | File::LearnerVersion(id) = file {
             model.learner(id)?;
         }
+        if let Some(reader) = file.reader() {
+            model.reader(reader)?;
+        }
         let sized = |size| Attributes { size, modified: newest(), ..base };
         let of_text = |text: String| sized(text.len() as u64);
         let of_version = |size, version| -> CallResult<Attributes> {
             Ok(Attributes { size, modified: of(version)?, keep: Keep::Forever, ..base })
         };
         Ok(match file {
-            File::Dir => Attributes { links: 7, keep: Keep::Briefly, ..sized(0) },
+            File::Dir => Attributes { links: 8, keep: Keep::Briefly, ..sized(0) },
             File::Weights(v) | File::RetainedWeights(v) | File::LearnerWeights(_, v) => of_version(size, v)?,
             File::Safetensors(v) | File::RetainedSafetensors(v) | File::LearnerSafetensors(_, v) => {
                 of_version(tree.safetensors_header_len + size, v)?
@@ -168,6 +174,11 @@ impl Fs {
                 };
                 Attributes { modified: joined, ..base }
             }
+            File::Readers => Attributes { links: 2 + model.job.readers().len() as u32, ..base },
+            File::Reader(_) => base,
+            File::ReadersApplied | File::ReaderStaged(_) | File::ReaderApplied(_) => {
+                of_text(text::of_reader(model, file)?)
+            }
             File::LearnerStatus(id) => of_text(text::learner_status(model, id)?),
             File::LearnerWeight(id) => of_text(text::weight(model, id)?),
             File::Error | File::LearnerError(_) => of_text(text::error(tree, file)?),
@@ -211,7 +222,11 @@ impl Fs {
         match self.node(ino)? {
             Node::Model(
                 _,
-                File::Control(_) | File::Settings | File::LearnerWeight(_) | File::Temporary(_),
+                File::Control(_)
+                | File::Settings
+                | File::LearnerWeight(_)
+                | File::ReaderApplied(_)
+                | File::Temporary(_),
             ) => Ok(()),
             Node::Model(_, file) if file.is_named() || matches!(file, File::LearnerAllReduce(_)) => Ok(()),
             Node::Model(
@@ -248,7 +263,7 @@ impl Fs {
             space.free += pages * most.saturating_sub(used);
             let learners = model.learners().len() as u64;
             let files =
-                36 + model.companions.len() as u64 + (model.layout.tensors().len() + tree.paths.len()) as u64;
+                38 + model.companions.len() as u64 + (model.layout.tensors().len() + tree.paths.len()) as u64;
             space.free_files += most_learners.saturating_sub(learners) * FILES_OF_LEARNER;
             space.files += files + most_learners.max(learners) * FILES_OF_LEARNER;
         }
@@ -277,10 +292,15 @@ const FILES_OF_LEARNER: u64 = 12;
 /// The use of an inode.
 fn use_of(node: Node) -> FileUse {
     match node {
-        Node::Model(_, File::Learners) => FileUse::Learners,
-        Node::Model(_, File::Weights(_) | File::Control(_) | File::Settings | File::LearnerWeight(_)) => {
-            FileUse::Shared
-        }
+        Node::Model(_, File::Learners | File::Readers) => FileUse::Learners,
+        Node::Model(
+            _,
+            File::Weights(_)
+            | File::Control(_)
+            | File::Settings
+            | File::LearnerWeight(_)
+            | File::ReaderApplied(_),
+        ) => FileUse::Shared,
         Node::Model(
             _,
             File::Gradients(_)

@@ -1,6 +1,6 @@
 //! One model's part of the tree: the state that its files need besides the model itself.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -8,10 +8,11 @@ use std::time::SystemTime;
 
 use libmodelio::formats::layout::layout_text;
 use libmodelio::formats::npy;
-use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::ids::{ReaderId, Version};
 use libmodelio::vocabulary::layout::header;
 use parking_lot::Mutex;
 
+use super::Owner;
 use super::changes::KeptChanges;
 use super::node::{File, MAX_PUBLICATIONS, Node};
 use super::paths::TensorPaths;
@@ -54,6 +55,8 @@ pub struct ModelTree {
     pub safetensors_header_len: u64,
     /// Whoever knows this may borrow the model's memory. None if the system had no random number.
     pub key: Option<String>,
+    /// User and group of each reader that was made here.
+    reader_owners: Mutex<BTreeMap<ReaderId, Owner>>,
 }
 
 /// A name that nobody can guess.
@@ -89,6 +92,7 @@ impl ModelTree {
             changes: Arc::default(),
             safetensors_header_len: safetensors_header(&model, Version(0)).len() as u64,
             key: unguessable().ok(),
+            reader_owners: Mutex::default(),
             model,
         }
     }
@@ -109,6 +113,18 @@ impl ModelTree {
             }
             Err(error) => done(Err(error)),
         })
+    }
+
+    /// A reader was made here for `owner`.
+    pub fn owns_reader(&self, owner: Owner, reader: ReaderId) {
+        let mut owners = self.reader_owners.lock();
+        owners.retain(|known, _| self.model.job.reader(*known).is_some_and(|reader| reader.is_own));
+        owners.insert(reader, owner);
+    }
+
+    /// Who owns a reader, if it was made here.
+    pub fn owner_of_reader(&self, reader: ReaderId) -> Option<Owner> {
+        self.reader_owners.lock().get(&reader).copied()
     }
 
     /// Size of a tensor's file.

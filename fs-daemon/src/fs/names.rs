@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
-use libmodelio::vocabulary::members::{LeaveReason, MAX_LEARNER_NAME, is_learner_name};
+use libmodelio::vocabulary::members::{LeaveReason, MAX_LEARNER_NAME, is_learner_name, wrong_reader_name};
+use libmodelio::vocabulary::readers::{APPLIED_BY_ALL, is_reader_name};
 
 use super::Owner;
 use super::attr::Attributes;
@@ -188,11 +189,14 @@ impl Fs {
         Ok(())
     }
 
-    /// A learner joins, for `owner`. The job is asked, so the answer may come later.
+    /// A learner joins, or a reader begins, for `owner`. The job is asked, so the answer may come later.
     ///
     /// # Errors
-    /// EPERM outside of `learners/`, EEXIST, EINVAL or ENAMETOOLONG for an invalid name, EDQUOT.
+    /// EPERM outside of `learners/` and `readers/`, EEXIST, EINVAL or ENAMETOOLONG for an invalid name, EDQUOT.
     pub fn make_dir(self: &Arc<Self>, parent: u64, name: &OsStr, owner: Owner, done: Done<Attributes>) {
+        if let Ok(Node::Model(index, File::Readers)) = self.node(parent) {
+            return self.make_reader(index, name, owner, done);
+        }
         let (tree, name) = match self.joins_as(parent, name) {
             Ok((tree, name)) => (tree, name.to_owned()),
             Err(error) => return done(Err(error)),
@@ -207,9 +211,27 @@ impl Fs {
         });
     }
 
+    fn make_reader(self: &Arc<Self>, index: u8, name: &OsStr, owner: Owner, done: Done<Attributes>) {
+        let named = self.tree(index).and_then(|tree| Ok((tree, reader_name(name)?.to_owned())));
+        let (tree, name) = match named {
+            Ok(named) => named,
+            Err(error) => return done(Err(error)),
+        };
+        let this = Arc::clone(self);
+        on_own_thread("gradfs-reads", move || {
+            done(tree.model.begin_reader(&name).and_then(|reader| {
+                tree.owns_reader(owner, reader.reader);
+                this.attributes(Node::Model(tree.index, File::Reader(reader.reader)).ino())
+            }));
+        });
+    }
+
     fn joins_as<'a>(&self, parent: u64, name: &'a OsStr) -> CallResult<(Arc<ModelTree>, &'a str)> {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
-            return Err(CallError::new(libc::EPERM, "directories can only be made in learners/"));
+            return Err(CallError::new(
+                libc::EPERM,
+                "directories can only be made in learners/ and readers/",
+            ));
         };
         Ok((self.tree(index)?, learner_name(name)?))
     }
@@ -228,11 +250,17 @@ impl Fs {
         }
     }
 
-    /// A learner leaves. The job is asked, so the answer may come later.
+    /// A learner leaves, or a reader ends. The job is asked, so the answer may come later.
     ///
     /// # Errors
-    /// EPERM outside of `learners/`, ENOENT.
+    /// EPERM outside of `learners/` and `readers/`, ENOENT.
     pub fn remove_dir(&self, parent: u64, name: &OsStr, done: Done<()>) {
+        if let Ok(Node::Model(index, File::Readers)) = self.node(parent) {
+            let (tree, name) = (self.tree(index), name.to_string_lossy().into_owned());
+            return on_own_thread("gradfs-reads", move || {
+                done(tree.and_then(|tree| tree.model.end_reader(&name)));
+            });
+        }
         if let Ok(Node::Model(index, File::Learners)) = self.node(parent)
             && let (Ok(tree), Some(name)) = (self.tree(index), name.to_str())
             && tree.model.learner_named(name).is_none()
@@ -256,7 +284,10 @@ impl Fs {
 
     fn leaves_as(&self, parent: u64, name: &OsStr) -> CallResult<(Arc<Model>, LearnerId)> {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
-            return Err(CallError::new(libc::EPERM, "only directories in learners/ can be removed"));
+            return Err(CallError::new(
+                libc::EPERM,
+                "only directories in learners/ and readers/ can be removed",
+            ));
         };
         let model = Arc::clone(&self.tree(index)?.model);
         let learner =
@@ -286,6 +317,14 @@ fn learner_name(name: &OsStr) -> CallResult<&str> {
     name.to_str().filter(|name| is_learner_name(name)).ok_or_else(|| wrong_learner_name(name))
 }
 
+fn reader_name(name: &OsStr) -> CallResult<&str> {
+    if name.len() > MAX_LEARNER_NAME {
+        return Err(too_long(name, MAX_LEARNER_NAME));
+    }
+    let wrong = || CallError::new(libc::EINVAL, wrong_reader_name(name));
+    name.to_str().filter(|name| is_reader_name(name)).ok_or_else(wrong)
+}
+
 /// The version that `node` shows has gone.
 fn gone(node: Node) -> CallError {
     match node {
@@ -304,6 +343,7 @@ fn parent_of(tree: &ModelTree, dir: File) -> CallResult<Node> {
             File::RetainedTensors(version, d) => File::RetainedTensors(version, tree.paths.get(d)?.parent),
             File::Tensors(version, d) if d != 0 => File::Tensors(version, tree.paths.get(d)?.parent),
             File::Learner(_) => File::Learners,
+            File::Reader(_) => File::Readers,
             _ => File::Dir,
         },
     ))
@@ -333,6 +373,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("version", File::VersionText),
             ("versions", File::Versions),
             ("learners", File::Learners),
+            ("readers", File::Readers),
             ("control", File::Controls),
             ("settings.json", File::Settings),
             ("status.json", File::Status),
@@ -361,6 +402,8 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("status", File::LearnerStatus(id)),
             ("error", File::LearnerError(id)),
         ],
+        File::Readers => vec![(APPLIED_BY_ALL, File::ReadersApplied)],
+        File::Reader(id) => vec![("staged", File::ReaderStaged(id)), ("applied", File::ReaderApplied(id))],
         File::HuggingFace => vec![(HF_WEIGHTS, File::Safetensors(newest()))],
         File::RetainedHuggingFace(version) => vec![(HF_WEIGHTS, File::RetainedSafetensors(version))],
         File::Controls => {
@@ -402,6 +445,10 @@ fn lookup_in(tree: &ModelTree, dir: File, name: &str) -> Option<File> {
         File::Learners => return model.learner_named(name).map(|learner| File::Learner(learner.id)),
         File::Learner(id) => drop(model.learner(id).ok()?),
         File::Retained(version) if name.starts_with("changes-") => return changes::named(version, name),
+        File::Reader(id) => drop(model.reader(id).ok()?),
+        File::Readers if name != APPLIED_BY_ALL => {
+            return model.reader_named(name).map(|reader| File::Reader(reader.reader));
+        }
         // Before its version is looked up, which may then be this one or a later one.
         File::Dir if name == "tensors" => tree.tensors_name.keep(|| model.job.version()),
         File::Dir if name == "publish" => return Some(File::Publish(tree.publications.number())),
@@ -436,10 +483,17 @@ fn list_in(
             let learners = model.learners();
             learners.into_iter().map(|l| (l.name.clone(), File::Learner(l.id))).collect()
         }
+        File::Readers => {
+            let readers = model.job.readers().into_iter().map(|of| (of.name, File::Reader(of.reader)));
+            std::iter::once((APPLIED_BY_ALL.to_owned(), File::ReadersApplied)).chain(readers).collect()
+        }
         _ if !dir.is_dir() => return Err(CallError::new(libc::ENOTDIR, "no directory")),
         _ => {
             if let File::Learner(id) = dir {
                 model.learner(id)?;
+            }
+            if let File::Reader(id) = dir {
+                model.reader(id)?;
             }
             let fixed = fixed_files(model, dir).into_iter().map(|(name, file)| (name.to_owned(), file));
             fixed.chain(companions(model, dir)).collect()

@@ -4,7 +4,8 @@
 //! are packed into 64 bits, so that no table can leak or be looked up. A name that moves with the
 //! version (`weights`) leads to another inode for each version, as rename(2) would.
 
-use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::ids::{LearnerId, ReaderId, Version};
+use libmodelio::vocabulary::readers::MAX_READER_ID;
 
 use crate::session::model::MAX_JOINS;
 
@@ -19,7 +20,7 @@ const VERSION_BITS: u32 = 31;
 /// One more than the highest number of a publication.
 pub const MAX_PUBLICATIONS: u64 = 1 << (INDEX_BITS + VERSION_BITS);
 
-const _: () = assert!(MAX_JOINS <= 1 << INDEX_BITS);
+const _: () = assert!(MAX_JOINS <= 1 << INDEX_BITS && MAX_READER_ID <= 1 << INDEX_BITS);
 
 /// One more than the most versions that a file of changes goes back.
 pub const MAX_BACK: u64 = 1 << INDEX_BITS;
@@ -114,6 +115,16 @@ pub enum File {
     Companion(u32),
     /// `learners/<id>/all_reduce`.
     LearnerAllReduce(LearnerId),
+    /// `readers/`.
+    Readers,
+    /// `readers/applied`.
+    ReadersApplied,
+    /// `readers/<id>/`.
+    Reader(ReaderId),
+    /// `readers/<id>/staged`.
+    ReaderStaged(ReaderId),
+    /// `readers/<id>/applied`.
+    ReaderApplied(ReaderId),
     /// `snapshot`.
     Snapshot,
     /// `control/`.
@@ -159,7 +170,7 @@ const README: u64 = 31;
 const TRACE: u64 = 30;
 
 /// Files of which a model has one each.
-const OF_MODEL: [File; 16] = [
+const OF_MODEL: [File; 18] = [
     File::Dir,
     File::Device,
     File::VersionText,
@@ -176,6 +187,8 @@ const OF_MODEL: [File; 16] = [
     File::NamedPublish,
     File::HuggingFace,
     File::Settings,
+    File::Readers,
+    File::ReadersApplied,
 ];
 /// Files of which a version has one each.
 const OF_VERSION: [fn(Version) -> File; 8] = [
@@ -202,6 +215,8 @@ const OF_LEARNER: [fn(LearnerId) -> File; 11] = [
     File::LearnerNamedPublish,
     File::LearnerAllReduce,
 ];
+/// Files of which a reader has one each.
+const OF_READER: [fn(ReaderId) -> File; 3] = [File::Reader, File::ReaderStaged, File::ReaderApplied];
 
 impl File {
     fn parts(self) -> (u64, u32, Version) {
@@ -228,6 +243,10 @@ impl File {
                     && let Some(at) = OF_VERSION.iter().position(|of| of(v) == file)
                 {
                     return (2, at as u32, v);
+                }
+                let of_reader = |id| OF_READER.iter().position(|of| of(id) == file).map(|at| (id, at));
+                if let Some((id, at)) = file.reader().and_then(of_reader) {
+                    return (15, id.0, Version(at as u64));
                 }
                 let of_learner = |id| OF_LEARNER.iter().position(|of| of(id) == file).map(|at| (id, at));
                 let found = file.learner().and_then(of_learner);
@@ -257,6 +276,7 @@ impl File {
             12 => File::Temporary(wide),
             13 => File::Sparse(version, index),
             14 => File::Patch(version, index),
+            15 => OF_READER.get(version.0 as usize)?(ReaderId(index)),
             _ => return None,
         })
     }
@@ -299,6 +319,14 @@ impl File {
             | File::LearnerNamedPublish(id)
             | File::LearnerAllReduce(id)
             | File::LearnerError(id) => Some(id),
+            _ => None,
+        }
+    }
+
+    /// The reader that it is the directory of, or in the directory of.
+    pub fn reader(self) -> Option<ReaderId> {
+        match self {
+            File::Reader(id) | File::ReaderStaged(id) | File::ReaderApplied(id) => Some(id),
             _ => None,
         }
     }
@@ -362,6 +390,8 @@ impl File {
                 | File::RetainedTensors(..)
                 | File::Learners
                 | File::Learner(_)
+                | File::Readers
+                | File::Reader(_)
                 | File::Controls
                 | File::HuggingFace
                 | File::RetainedHuggingFace(_)
@@ -438,7 +468,7 @@ mod tests {
         check(Node::Readme);
         check(Node::Trace);
         for model in [0, 1, 255] {
-            for kind in 1..=14 {
+            for kind in 1..=15 {
                 for index in (0..20).chain([(1 << 20) - 1]) {
                     for version in (0..20).chain([(1 << 31) - 1]) {
                         if let Some(file) = File::from_parts(kind, index, Version(version)) {

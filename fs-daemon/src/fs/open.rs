@@ -358,7 +358,9 @@ impl Fs {
                 let file = VersionFile { reader, header: Arc::new([]), bytes: all };
                 Ok((OpenFile::Version(file), Way::Direct))
             }
-            File::Control(_) | File::Settings | File::LearnerWeight(_) => self.open_text_of(request),
+            File::Control(_) | File::Settings | File::LearnerWeight(_) | File::ReaderApplied(_) => {
+                self.open_text_of(request)
+            }
             File::VersionText
             | File::Status
             | File::Layout
@@ -366,6 +368,8 @@ impl Fs {
             | File::RetainedMeta(_)
             | File::LearnerVersion(_)
             | File::LearnerStatus(_)
+            | File::ReadersApplied
+            | File::ReaderStaged(_)
             | File::Error
             | File::LearnerError(_) => {
                 request.read_only("this file")?;

@@ -9,6 +9,7 @@ use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::readers::ReaderState;
 use libmodelio::vocabulary::reducer::decimal;
 use libmodelio::vocabulary::settings_json;
 use serde_json::json;
@@ -74,6 +75,8 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             })
         })
         .collect();
+    let (state, readers) = (model.job.state(), model.job.readers());
+    let readers: Vec<_> = readers.iter().map(ReaderState::to_json).collect();
     let shards: Vec<_> = status
         .shards
         .iter()
@@ -134,6 +137,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "state": status.state.name(),
         "waits_for_shards": waits_for_shards,
         "waits_for_learners": waits_for_learners,
+        "held_by": state.held_by,
         "waits_for_more_learners": status.late.as_ref().map_or(0, |(late, _)| late.more),
         "version": version,
         "published_unix_seconds": published,
@@ -151,6 +155,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "open_files": mount.open_files,
         "watched_processes": mount.watched_processes,
         "learners": learners,
+        "readers": readers,
         "committed_for_next_version": status.committed,
         "contributions": status.contributions,
         "contributions_of_newest_version": status.newest_of,
@@ -229,6 +234,18 @@ pub fn learner_status(model: &Model, id: LearnerId) -> CallResult<String> {
 /// `versions/<n>/meta.json`: a line.
 pub fn meta(model: &Model, version: Version) -> String {
     format!("{}\n", model.job.meta(version))
+}
+
+/// `readers/<id>/staged`, `readers/<id>/applied` and `readers/applied`: a line; nothing if nothing was applied.
+///
+/// # Errors
+/// ENOENT for a reader that has gone.
+pub fn of_reader(model: &Model, file: File) -> CallResult<String> {
+    let version = match file {
+        File::ReaderStaged(id) => Some(model.reader(id)?.staged),
+        file => model.applied(file.reader())?,
+    };
+    Ok(version.map_or_else(String::new, |version| format!("{version}\n")))
 }
 
 /// `learners/<id>/weight`: a line.

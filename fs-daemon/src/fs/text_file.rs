@@ -1,6 +1,6 @@
 //! Small text files, which show the present state at each read. Some can be written: `control/*` with one value each, for the
-//! whole job, `settings.json` with several that are set together, and a learner's `weight`. What is written is a draft until
-//! a close applies it.
+//! whole job, `settings.json` with several that are set together, a learner's `weight`, and what a reader has applied. What
+//! is written is a draft until a close applies it.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use libmodelio::client::SetError;
 use libmodelio::contributor::Wrote;
 use libmodelio::vocabulary::controls::{ControlError, MAX_TEXT, SETTINGS};
-use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::ids::{LearnerId, ReaderId, Version};
 use libmodelio::vocabulary::settings_json::{self, SETTINGS_JSON, is_incomplete};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::{NoWeight, Weight};
@@ -22,6 +22,7 @@ use super::node::{File, Node};
 use super::text;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;
+use crate::session::model::not_applied;
 
 /// An open text file.
 pub struct TextFile {
@@ -31,7 +32,7 @@ pub struct TextFile {
     tree: Option<Arc<ModelTree>>,
     /// Its contents as of the last read from the start.
     text: Mutex<Arc<str>>,
-    /// The version that was last read, for poll.
+    /// What was last read, for poll.
     seen: AtomicU64,
     /// What is being written, in a file that was opened for that.
     draft: Option<Mutex<Draft>>,
@@ -84,6 +85,11 @@ impl Fs {
                 handle.seen.store(version.0, Ordering::Relaxed);
                 format!("{version}\n")
             }
+            File::ReadersApplied | File::ReaderApplied(_) | File::ReaderStaged(_) => {
+                let text = text::of_reader(&tree.model, file)?;
+                handle.seen.store(number_of(&text), Ordering::Relaxed);
+                text
+            }
             File::RetainedText(version) => format!("{version}\n"),
             File::RetainedMeta(version) => text::meta(&tree.model, version),
             File::Status => text::status(tree, &self.mount_status()),
@@ -99,10 +105,15 @@ impl Fs {
 }
 
 impl TextFile {
-    /// The model whose versions the file announces, if it announces any.
-    pub fn shows_versions_of(&self) -> Option<&Arc<ModelTree>> {
-        match self.node {
-            Node::Model(_, File::VersionText | File::LearnerVersion(_)) => self.tree.as_ref(),
+    /// What the file announces, if it announces anything, and the model that this is of.
+    pub fn announces(&self) -> Option<(Announced, &Arc<ModelTree>)> {
+        let tree = self.tree.as_ref()?;
+        let Node::Model(_, file) = self.node else { return None };
+        match file {
+            File::VersionText | File::LearnerVersion(_) => Some((Announced::Versions, tree)),
+            File::ReadersApplied | File::ReaderApplied(_) | File::ReaderStaged(_) => {
+                Some((Announced::Readers, tree))
+            }
             _ => None,
         }
     }
@@ -112,10 +123,16 @@ impl TextFile {
         self.tree.as_ref()
     }
 
-    /// Whether a read would show another version than the last one did.
+    /// Whether a read would show something else than the last one did. A reader that has gone is news.
     pub fn has_news(&self) -> bool {
-        let seen = Version(self.seen.load(Ordering::Relaxed));
-        self.shows_versions_of().is_none_or(|tree| tree.shown_version() != seen)
+        let seen = self.seen.load(Ordering::Relaxed);
+        match (self.announces(), self.node) {
+            (Some((Announced::Versions, tree)), _) => tree.shown_version() != Version(seen),
+            (Some((Announced::Readers, tree)), Node::Model(_, file)) => {
+                text::of_reader(&tree.model, file).map_or(true, |text| number_of(&text) != seen)
+            }
+            _ => true,
+        }
     }
 
     /// Whether it was opened to write.
@@ -207,10 +224,19 @@ impl TextFile {
             Err(error) => Err(error),
             Ok(value) => match self.node {
                 Node::Model(_, File::LearnerWeight(id)) => self.set_weight(id, &value),
+                Node::Model(_, File::ReaderApplied(id)) => return self.applies(id, &value, done),
                 _ => return self.set(&value, done),
             },
         };
         done(applied.inspect_err(|error| self.note(error)));
+    }
+
+    fn applies(&self, id: ReaderId, value: &[u8], done: Done<()>) {
+        let Some(tree) = &self.tree else { return done(Err(not_writable())) };
+        let refusal = Arc::clone(&tree.model.own_refusal);
+        let applied =
+            move |outcome: CallResult<()>| done(outcome.inspect_err(|error| refusal.note(error, false)));
+        tree.model.applies(id, value, Box::new(applied));
     }
 
     fn set(&self, value: &[u8], done: Done<()>) {
@@ -250,6 +276,9 @@ impl TextFile {
             let checked = learner.check_weight(weight).map_err(|error| invalid_weight(&error.to_string()));
             return checked.map(|()| None);
         }
+        if let (Node::Model(_, File::ReaderApplied(id)), Some(tree)) = (self.node, &self.tree) {
+            return tree.model.applied_by(id, text).map(|_| None);
+        }
         let (tree, name, value) = self.setting(text)?;
         // The rest of it is still to come.
         if name == SETTINGS_JSON && is_incomplete(value) {
@@ -267,6 +296,7 @@ impl TextFile {
     fn present(&self) -> String {
         let text = self.tree.as_ref().and_then(|tree| match self.node {
             Node::Model(_, File::LearnerWeight(id)) => text::weight(&tree.model, id).ok(),
+            Node::Model(_, file @ File::ReaderApplied(_)) => text::of_reader(&tree.model, file).ok(),
             _ => text::setting(&tree.model, self.setting_name()?),
         });
         text.unwrap_or_default()
@@ -284,6 +314,9 @@ impl TextFile {
         let piece = format!("write the whole value, from its start, in at most {most} KiB");
         match (why, name) {
             (NotTaken::Piece, Some(name)) => invalid_value(name, &piece),
+            (NotTaken::Piece, None) if matches!(self.node, Node::Model(_, File::ReaderApplied(_))) => {
+                not_applied(&piece)
+            }
             (NotTaken::Piece, None) => invalid_weight(&piece),
             (NotTaken::Room, _) => CallError::new(
                 libc::ENOMEM,
@@ -300,7 +333,8 @@ impl TextFile {
 
     /// Keeps the reason where its learner's programs find it.
     fn note(&self, error: &CallError) {
-        if let (Node::Model(_, File::Settings), Some(tree)) = (self.node, &self.tree) {
+        if let (Node::Model(_, File::Settings | File::ReaderApplied(_)), Some(tree)) = (self.node, &self.tree)
+        {
             tree.model.own_refusal.note(error, false);
         }
         if let (Node::Model(_, File::LearnerWeight(id)), Some(tree)) = (self.node, &self.tree)
@@ -329,6 +363,20 @@ impl TextFile {
         let value = std::str::from_utf8(text).map_err(|_| invalid_value(name, "not text"))?;
         Ok((tree, name, value))
     }
+}
+
+/// What a poller waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Announced {
+    /// Versions.
+    Versions,
+    /// What readers apply.
+    Readers,
+}
+
+/// The number that a line has, and one that no line has if it is empty.
+fn number_of(line: &str) -> u64 {
+    line.trim().parse().unwrap_or(u64::MAX - 1)
 }
 
 fn not_writable() -> CallError {

@@ -28,6 +28,7 @@ use super::users::Holder;
 use super::waits::{CHECK_INTERVAL, Waits};
 use super::watches::Watches;
 use crate::fs::Access;
+use crate::fs::Announced;
 use crate::fs::Attributes;
 use crate::fs::Fs;
 use crate::fs::OpenFile;
@@ -46,13 +47,15 @@ pub use opening::Opened;
 /// Somebody polls a file; called once when it is ready.
 pub type Wake = Box<dyn FnOnce() + Send>;
 
-/// By open file: the index of the model whose next version wakes the poller.
-type Pollers = Arc<Mutex<HashMap<u64, (u8, Wake)>>>;
+/// By open file: the index of a model, and what of it wakes the poller.
+type Pollers = Arc<Mutex<HashMap<u64, ((u8, Announced), Wake)>>>;
 
 /// Work for the thread that may talk to the kernel on its own accord.
 pub(super) enum Chore {
     /// The model of this index has a new version.
     Published(u8),
+    /// Its readers have changed.
+    Readers(u8),
     /// A learner of it is out of the job.
     Left(u8, LearnerId, LeaveReason),
     /// A file with something unfinished was closed.
@@ -91,7 +94,7 @@ fn can_wait(tree: &ModelTree, pollers: &Pollers) -> bool {
     tree.model.is_small()
         && !tree.model.job.keeps_old_versions()
         && !tree.tensors_name.is_known()
-        && !pollers.lock().values().any(|(of, _)| *of == tree.index)
+        && !pollers.lock().values().any(|(of, _)| *of == (tree.index, Announced::Versions))
 }
 
 impl Calls {
@@ -170,6 +173,7 @@ impl Calls {
                 }
                 Event::Published(_) => Chore::Published(index),
                 Event::Left(learner, reason) => Chore::Left(index, learner, reason),
+                Event::Readers => Chore::Readers(index),
             };
             // The receiver only goes when the mount does.
             let _ = chores.send(chore);
@@ -298,9 +302,9 @@ impl Calls {
         let open = self.files.get(fh)?;
         let OpenFile::Text(text) = &open.file else { return Ok(true) };
         if !text.has_news()
-            && let (Some(wake), Some(tree)) = (wake, text.shows_versions_of())
+            && let (Some(wake), Some((what, tree))) = (wake, text.announces())
         {
-            self.pollers.lock().insert(fh, (tree.index, wake));
+            self.pollers.lock().insert(fh, ((tree.index, what), wake));
         }
         // Asked again: a version may have come between the look and the registration.
         Ok(text.has_news())
@@ -377,6 +381,7 @@ impl Calls {
     fn do_chore(&self, chore: Chore, kernel: &Arc<dyn Kernel>) {
         match chore {
             Chore::Published(index) => self.published(index, &**kernel),
+            Chore::Readers(index) => self.wake(index, Announced::Readers),
             Chore::Left(index, learner, reason) => {
                 let Ok(tree) = self.fs.tree(index) else { return };
                 let left = tree.model.left(learner, reason);
@@ -399,16 +404,21 @@ impl Calls {
         }
     }
 
-    fn published(&self, index: u8, kernel: &dyn Kernel) {
-        let Ok(tree) = self.fs.tree(index) else { return };
-        tree.drop_tensors_name(kernel);
+    /// Wakes those who poll this of a model.
+    fn wake(&self, index: u8, what: Announced) {
         let ready: Vec<Wake> = {
             let mut pollers = self.pollers.lock();
-            pollers.extract_if(|_, (of, _)| *of == index).map(|(_, (_, wake))| wake).collect()
+            pollers.extract_if(|_, (of, _)| *of == (index, what)).map(|(_, (_, wake))| wake).collect()
         };
         for wake in ready {
             wake();
         }
+    }
+
+    fn published(&self, index: u8, kernel: &dyn Kernel) {
+        let Ok(tree) = self.fs.tree(index) else { return };
+        tree.drop_tensors_name(kernel);
+        self.wake(index, Announced::Versions);
         self.fs.drop_moved_names(&tree, kernel, true);
     }
 }

@@ -34,6 +34,9 @@ fn add_state(page: &mut Page, model: &Model) {
     page.gauge("gradfs_learners", help, of_model, status.members.len() as f64);
     let late = status.late.as_ref().map(|(late, waited)| (&late.learners[..], late.more, *waited));
     page.waits(name, status.state.name(), late);
+    let readers = model.job.readers();
+    let told = readers.iter().map(|of| (&*of.name, of.applied.map(|version| version.0), of.staged.0));
+    page.readers(name, told, model.job.state().held_by.len());
     let help = "Contributions that are part of a version, those of other mounts included.";
     page.counter("gradfs_contributions_total", help, of_model, status.contributions as f64);
     if let Some(norm) = status.norm.map(Norm::get).filter(|norm| norm.is_finite()) {

@@ -119,6 +119,26 @@ impl Page {
         );
     }
 
+    /// Adds the readers of a model: the name of each, what it has applied, and what its mount has of versions.
+    pub fn readers<'a>(
+        &mut self,
+        model: &str,
+        readers: impl IntoIterator<Item = (&'a str, Option<u64>, u64)>,
+        held_by: usize,
+    ) {
+        for (reader, applied, staged) in readers {
+            let labels = &[("model", model), ("reader", reader)];
+            let help = "The version that a reader runs; absent if it has run none yet.";
+            if let Some(applied) = applied {
+                self.gauge("gradfs_reader_applied_version", help, labels, applied as f64);
+            }
+            let help = "The newest version whose bytes a reader's mount has.";
+            self.gauge("gradfs_reader_staged_version", help, labels, staged as f64);
+        }
+        let help = "How many readers the next version waits for; 16 stands for more, too.";
+        self.gauge("gradfs_readers_waited_for", help, &[("model", model)], held_by as f64);
+    }
+
     /// Adds the payload of a model.
     pub fn payload(&mut self, model: &str, payloads: &Payloads) {
         for (direction, moved, copied) in [

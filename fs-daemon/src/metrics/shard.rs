@@ -47,6 +47,15 @@ struct Coordinator {
     contributions: u64,
     unreachable: Vec<Away>,
     late: Option<LateLearners>,
+    readers: Vec<Reader>,
+    held_by: Vec<serde::de::IgnoredAny>,
+}
+
+#[derive(Deserialize)]
+struct Reader {
+    id: String,
+    applied: Option<u64>,
+    staged: u64,
 }
 
 #[derive(Deserialize)]
@@ -112,6 +121,8 @@ impl Coordinator {
         let waited = |late: &LateLearners| Duration::try_from_secs_f64(late.seconds).unwrap_or_default();
         let late = self.late.as_ref().map(|late| (&late.learners[..], late.more, waited(late)));
         page.waits(model, &self.state, late);
+        let readers = self.readers.iter().map(|reader| (&*reader.id, reader.applied, reader.staged));
+        page.readers(model, readers, self.held_by.len());
         for one in &self.unreachable {
             page.gauge(
                 "gradfs_shard_unreachable_seconds",

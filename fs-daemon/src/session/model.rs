@@ -1,6 +1,7 @@
 //! One model: its job, and its learners in this process.
 
 mod freshness;
+mod readers;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -21,6 +22,7 @@ use super::error::LastRefusal;
 use super::error::{CallError, CallResult};
 use super::learner::{Learner, PROMPT};
 use super::times::ModelTimes;
+pub use readers::not_applied;
 
 /// Name of the own learner of a mount that has its job to itself.
 pub const OWN_LEARNER: &str = "mount";

@@ -10,7 +10,7 @@
 //! |---|---|
 //! | `owners`, `buffers`, `plans_seen`, `pull_times` | the block map in force, the version that is shown and the buffer behind it, known plans, when to pull |
 //! | `view` | the state, for reading |
-//! | `coordination`, `reach` | the connection to the coordinator, and shards that are out of reach |
+//! | `coordination`, `reach`, `readers` | the connection to the coordinator, shards that are out of reach, and the readers of the job |
 //! | `held`, `open_weights` | payload that shards may still need, and new weights that are still being written |
 //! | `pulling`, `following` | blocks from shards, also of a version that is still being made |
 //! | `waits` | requests that wait for a version |
@@ -33,6 +33,7 @@ mod pull_times;
 mod pulling;
 mod pushing;
 mod reach;
+mod readers;
 mod requests;
 mod shards;
 mod state;
@@ -111,6 +112,8 @@ pub enum Action {
     State,
     /// Programs may open this version, which is pulled when one does.
     Offered(Version),
+    /// The readers of the job have changed.
+    Readers,
     /// A learner of this client is no longer in the job.
     Left(LearnerId, LeaveReason),
     /// All blocks of this version are in the buffer: show it, then call [`ClientCore::shown`].

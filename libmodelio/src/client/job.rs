@@ -12,6 +12,7 @@
 
 mod changes;
 mod connect;
+mod readers;
 mod requests;
 mod status;
 mod weights;
@@ -45,7 +46,7 @@ use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::reducer::{Content, Hyper, Reducer};
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::{LearnerState, Message};
+use crate::wire::{LearnerState, Message, ReaderDoes};
 pub use changes::ChangesError;
 pub use requests::wait_for;
 pub use status::{JobStatus, ShardView};
@@ -455,20 +456,26 @@ impl Job {
         shared.lifetime.ends();
         // Waiting requests are answered before the learners leave. Their leaving would be the answer otherwise.
         shared.dismiss();
-        let learners: Vec<LearnerId> =
-            shared.inner.lock().core.state().learners.iter().map(|learner| learner.learner).collect();
+        let farewells: Vec<Message> = {
+            let inner = shared.inner.lock();
+            let learners = inner.core.state().learners.iter().map(|learner| learner.learner);
+            let leaves = learners.map(|learner| Message::Leave { learner, reason: LeaveReason::Asked });
+            let readers = inner.core.readers().filter(|reader| reader.is_own);
+            let ends = readers.map(|of| Message::Reader { name: of.name.clone(), does: ReaderDoes::Ends });
+            leaves.chain(ends).collect()
+        };
         let (sender, receiver) = std::sync::mpsc::channel();
         let patience = Duration::from_secs(1);
         let deadline = Instant::now() + patience;
-        for &learner in &learners {
+        let asked = farewells.len();
+        for farewell in farewells {
             let sender = sender.clone();
-            let leave = Message::Leave { learner, reason: LeaveReason::Asked };
             let left = Box::new(move |_| sender.send(()).unwrap_or_default());
-            shared.request(leave, patience, left, |_| {});
+            shared.request(farewell, patience, left, |_| {});
         }
         drop(sender);
-        for _ in &learners {
-            // The lease ends for a learner whose answer does not come.
+        for _ in 0..asked {
+            // The lease ends for a learner or reader whose answer does not come.
             let _ = receiver.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         }
         shared.stop();

@@ -121,6 +121,8 @@ pub enum Event {
     Published(Version),
     /// A learner is no longer in the job.
     Left(LearnerId, LeaveReason),
+    /// Readers have begun, applied a version, or ended.
+    Readers,
 }
 
 /// A function that is called once for every [`Event`], with no lock held, before waiting requests are answered. It

@@ -487,6 +487,7 @@ impl Shared {
                 }
             }
             Action::Offered(version) => after.events.push(Event::Published(version)),
+            Action::Readers => after.events.push(Event::Readers),
             Action::Left(learner, reason) => {
                 inner.observed.left(learner);
                 after.events.push(Event::Left(learner, reason));

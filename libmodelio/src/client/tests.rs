@@ -11,6 +11,7 @@ mod lies;
 mod moves;
 mod open_weights;
 mod reach;
+mod readers;
 mod shortage;
 
 use std::time::Duration;

@@ -17,13 +17,14 @@ use crate::vocabulary::coding::Form;
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::groups::{Contents, Groups};
 use crate::vocabulary::ids::{
-    BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
+    BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ReaderId, ShardId, Step, Version,
 };
 use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::readers::ReaderState;
 use crate::vocabulary::reducer::{self, Combine, Reducer};
 use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::tensor_steps::TensorSteps;
@@ -768,6 +769,48 @@ pub enum Message {
         /// The next one, if these are not all.
         next: Option<BlockId>,
     },
+    // -- readers
+    /// A reader of this client begins, says what it runs, or ends. Answered by `Done`.
+    Reader {
+        /// The name in `readers/<name>`.
+        name: String,
+        /// What it does.
+        does: ReaderDoes,
+    },
+    /// All readers of this client have this version's bytes. Not answered.
+    Staged {
+        /// The version.
+        version: Version,
+    },
+    /// The client does not know the readers that the newest `State` names, and asks for all of them. Not answered.
+    TellReaders,
+    /// The readers of the job, or what has changed in them, for a client.
+    Readers {
+        /// The revision that this changes. None if these are all of them.
+        since: Option<u64>,
+        /// The revision that it makes.
+        revision: u64,
+        /// All readers, or those that are new or have changed.
+        readers: Vec<ReaderState>,
+        /// Those that have gone.
+        gone: Vec<ReaderId>,
+    },
+}
+
+/// What a reader does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ReaderDoes {
+    /// It begins.
+    Begins {
+        /// The host of its client.
+        host: String,
+        /// The newest version whose bytes the client has.
+        staged: Version,
+    },
+    /// It runs this version now.
+    Applies(Version),
+    /// It ends.
+    Ends,
 }
 
 /// The state of a job that a client needs.
@@ -817,6 +860,10 @@ pub struct JobState {
     pub replicas_since: Version,
     /// What the publisher of the newest version has said of it.
     pub meta: Meta,
+    /// The revision of the readers, which `Readers` brings.
+    pub readers: u64,
+    /// Readers that the next version waits for, by name.
+    pub held_by: Vec<String>,
 }
 
 /// One learner of a client.

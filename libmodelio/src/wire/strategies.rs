@@ -13,13 +13,14 @@ use crate::vocabulary::coding::{Coding, Form};
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::groups::{AveragedMark, Contents, Groups, Overrides};
 use crate::vocabulary::ids::{
-    BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
+    BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ReaderId, ShardId, Step, Version,
 };
 use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorFactors, TensorSquares};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::readers::ReaderState;
 use crate::vocabulary::reducer::{self, Combine, Content, Hyper, Reducer};
 use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::tensor_steps::TensorSteps;
@@ -111,6 +112,10 @@ fn shard_error() -> impl Strategy<Value = ShardError> {
         text().prop_map(ShardError::NotAllowed),
         text().prop_map(ShardError::Lost),
         text().prop_map(ShardError::OutOfFiles),
+        text().prop_map(ShardError::ReaderTaken),
+        (any::<usize>(), text()).prop_map(|(most, who)| ShardError::TooManyReaders(most, who)),
+        (id64(Version), id64(Version)).prop_map(|(got, newest)| ShardError::NoVersionYet { got, newest }),
+        text().prop_map(ShardError::NoReader),
     ]
 }
 
@@ -281,7 +286,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
         (norm(), any::<Option<u64>>(), id64(PlanId)),
         (any::<u32>(), proptest::option::of(0u64..1 << 60), proptest::option::of(0.0f32..9.0), id64(Version)),
-        meta(),
+        (meta(), any::<u64>(), vec(text(), 0..3)),
     )
         .prop_map(
             |(
@@ -293,7 +298,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 (late, late_more, away),
                 (norm, own_weights, made_by),
                 (newest_of, grace_window, rate, replicas_since),
-                meta,
+                (meta, readers, held_by),
             )| JobState {
                 sequence,
                 version,
@@ -316,8 +321,33 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 rate,
                 replicas_since,
                 meta,
+                readers,
+                held_by,
             },
         )
+}
+
+fn reader_does() -> impl Strategy<Value = ReaderDoes> {
+    prop_oneof![
+        (text(), id64(Version)).prop_map(|(host, staged)| ReaderDoes::Begins { host, staged }),
+        id64(Version).prop_map(ReaderDoes::Applies),
+        Just(ReaderDoes::Ends),
+    ]
+}
+
+fn reader_state() -> impl Strategy<Value = ReaderState> {
+    let version = || id64(Version);
+    (any::<(u32, bool, bool)>(), text(), text(), version(), proptest::option::of(version())).prop_map(
+        |((reader, is_own, is_given_up), name, host, staged, applied)| ReaderState {
+            reader: ReaderId(reader),
+            name,
+            host,
+            is_own,
+            staged,
+            applied,
+            is_given_up,
+        },
+    )
 }
 
 fn partly() -> impl Strategy<Value = PartlyWritten> {
@@ -711,6 +741,17 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             })
             .boxed(),
         proptest::option::of(block()).prop_map(|next| Message::ChangedBlocks { next }).boxed(),
+        (text(), reader_does()).prop_map(|(name, does)| Message::Reader { name, does }).boxed(),
+        id64(Version).prop_map(|version| Message::Staged { version }).boxed(),
+        Just(Message::TellReaders).boxed(),
+        (any::<(Option<u64>, u64)>(), vec(reader_state(), 0..4), vec(any::<u32>().prop_map(ReaderId), 0..3))
+            .prop_map(|((since, revision), readers, gone)| Message::Readers {
+                since,
+                revision,
+                readers,
+                gone,
+            })
+            .boxed(),
     ]
 }
 

@@ -219,6 +219,9 @@ pub struct Controls {
     /// Whether clients pull what has changed, and not all.
     #[serde(default = "yes")]
     pub delta: bool,
+    /// By how many versions the next version may be ahead of what readers have applied. 0: versions wait for no reader.
+    #[serde(default)]
+    pub hold_for_readers: u32,
     /// When clients pull versions. `None`: see [`Self::pull_policy`].
     pub pull: Option<PullPolicy>,
     /// Whether an open waits for the version with the learner's own step. `None`: see [`Self::reads_own_step`].
@@ -292,6 +295,7 @@ impl Default for Controls {
             max_versions: 16,
             changes: kept_changes(),
             delta: yes(),
+            hold_for_readers: 0,
             pull: None,
             read_own_step: None,
             staleness_aware: false,
@@ -397,6 +401,10 @@ const OTHERS: &[(&str, &str)] = &[
     ("changes", "newest versions of which shards know what has changed in them; 0 is none"),
     ("delta", "auto: what has changed is pulled in place of all, where that is less; or off"),
     (
+        "hold_for_readers",
+        "versions that the next one may be ahead of what readers have applied; 0 is no limit",
+    ),
+    (
         "pull",
         "versions are pulled eager (at once), adaptive (just before they are opened), or on-demand; or auto",
     ),
@@ -462,6 +470,7 @@ impl Controls {
             "max_versions" => self.max_versions.to_string(),
             "changes" => self.changes.to_string(),
             "delta" => if self.delta { AUTO } else { OFF }.to_owned(),
+            "hold_for_readers" => self.hold_for_readers.to_string(),
             "pull" => self.pull.map_or_else(|| AUTO.to_owned(), |policy| policy.to_string()),
             "read_own_step" => self.read_own_step.map_or_else(|| AUTO.to_owned(), |reads| reads.to_string()),
             "nonfinite" => match self.nonfinite {
@@ -527,6 +536,7 @@ impl Controls {
             "retain" => new.retain = field.count(0, MAX_COUNT)?,
             "max_versions" => new.max_versions = field.count(3, MAX_COUNT)?,
             "changes" => new.changes = field.count(0, MAX_CHANGES)?,
+            "hold_for_readers" => new.hold_for_readers = field.count(0, MAX_COUNT)?,
             "delta" => {
                 new.delta = match field.value.to_ascii_lowercase().as_str() {
                     AUTO => true,
@@ -934,6 +944,7 @@ mod tests {
             ("changes", "4"),
             ("delta", "off"),
             ("delta", "auto"),
+            ("hold_for_readers", "2"),
             ("nonfinite", "accept"),
             ("frozen", "*.running_*\nhead"),
             ("tensors", "*.bias weight_decay=0\nhead.* frozen learning_rate_scale=0.1 reducer=sgd"),
@@ -999,6 +1010,8 @@ mod tests {
             ("learners", "4097"),
             ("changes", "1025"),
             ("changes", "-1"),
+            ("hold_for_readers", "-1"),
+            ("hold_for_readers", "1.5"),
             ("delta", "on"),
             ("consistency", "maybe"),
             ("consistency", "quorum"),

@@ -34,6 +34,10 @@ id!(
     LearnerId(u32)
 );
 id!(
+    /// One reader of a job. Its number may be another reader's once it has gone.
+    ReaderId(u32)
+);
+id!(
     /// One life of a learner name: a learner that returns has a new incarnation.
     Incarnation(u32)
 );

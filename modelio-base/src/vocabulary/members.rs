@@ -18,8 +18,17 @@ pub fn is_learner_name(name: &str) -> bool {
 
 /// That a learner cannot be called so, in words.
 pub fn wrong_learner_name(name: impl fmt::Debug) -> String {
+    wrong_name("learner", name)
+}
+
+/// The same of a reader: its name is as a learner's.
+pub fn wrong_reader_name(name: impl fmt::Debug) -> String {
+    wrong_name("reader", name)
+}
+
+fn wrong_name(of: &str, name: impl fmt::Debug) -> String {
     let rule = format!("use up to {MAX_LEARNER_NAME} letters, digits, '-', '_' and '.', not '.' first");
-    format!("learner name {name:?}: {rule}")
+    format!("{of} name {name:?}: {rule}")
 }
 
 /// Why a learner left.

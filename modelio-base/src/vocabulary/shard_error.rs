@@ -6,7 +6,7 @@ use std::io;
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::ids::{BlockId, LearnerId, ShardId, Step};
+use super::ids::{BlockId, LearnerId, ShardId, Step, Version};
 
 /// The beginning of a timeout's message. The names of the awaited learners follow.
 pub const NOT_COMMITTED: &str = "not committed: ";
@@ -84,6 +84,23 @@ pub enum ShardError {
         "written in too many pieces: with reducer assign, a version takes {0} pieces of partly written blocks at most, of all learners"
     )]
     Scattered(usize),
+    /// The name belongs to a reader.
+    #[error("the job has a reader {0:?} already")]
+    ReaderTaken(String),
+    /// The job, or one client of it, has as many readers as it may.
+    #[error("there are {0} readers already, the most that {1} may have")]
+    TooManyReaders(usize, String),
+    /// There is no such version yet, so no reader can run it.
+    #[error("version {got} cannot be applied: the newest is {newest}")]
+    NoVersionYet {
+        /// The version.
+        got: Version,
+        /// The newest one.
+        newest: Version,
+    },
+    /// The reader is not in the job.
+    #[error("the job has no reader {0:?}")]
+    NoReader(String),
 }
 
 impl ShardError {
@@ -91,12 +108,14 @@ impl ShardError {
     pub fn errno(&self) -> Errno {
         match self {
             ShardError::UnknownLearner(_) => Errno::ENOTCONN,
-            ShardError::NameTaken(_) => Errno::EEXIST,
-            ShardError::TooManyLearners(_) => Errno::EDQUOT,
+            ShardError::NameTaken(_) | ShardError::ReaderTaken(_) => Errno::EEXIST,
+            ShardError::TooManyLearners(_) | ShardError::TooManyReaders(..) => Errno::EDQUOT,
+            ShardError::NoReader(_) => Errno::ENOENT,
             ShardError::StepOutOfOrder { .. }
             | ShardError::BadBlock { .. }
             | ShardError::OutOfRange
             | ShardError::Scattered(_)
+            | ShardError::NoVersionYet { .. }
             | ShardError::NonFinite(_) => Errno::EINVAL,
             ShardError::Stopped { .. } => Errno::ECANCELED,
             ShardError::TimedOut(_) => Errno::ETIMEDOUT,

@@ -106,7 +106,15 @@ impl CoordinatorCore {
             rate: self.core.rate(),
             replicas_since: self.core.replicas_since(),
             meta: self.core.meta().clone(),
+            readers: self.core.readers_revision(),
+            held_by: self.core.held_by(),
         }
+    }
+
+    /// Tells all clients what has changed in the readers. States that come after this name it.
+    pub(super) fn tell_reader_news(&mut self, actions: &mut Vec<Action>) {
+        let news = self.core.take_reader_news(&self.connected());
+        actions.extend(news.into_iter().map(|(client, message)| Action::ToClient(client, 0, message)));
     }
 
     pub(super) fn send_state(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {

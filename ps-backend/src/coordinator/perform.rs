@@ -54,6 +54,7 @@ impl CoordinatorCore {
                 core::Action::Begin(plan) => self.want(plan, now, actions),
             }
         }
+        self.tell_reader_news(actions);
         if self.states.take_outdated() {
             self.send_state_to_all(now, actions);
         }

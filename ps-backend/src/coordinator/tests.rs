@@ -5,6 +5,7 @@
 mod all_reduce;
 mod moving;
 mod open_weights;
+mod readers;
 mod remembering;
 mod strangers;
 mod together;

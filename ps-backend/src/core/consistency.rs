@@ -55,19 +55,20 @@ impl JobCore {
 
     /// Whether it could be if no provisional plan had begun for another learner.
     pub(super) fn would_take_commit(&self, learner: LearnerId) -> bool {
+        self.takes_commit_with(learner, self.has_room())
+    }
+
+    /// Whether it could be if there was room for the next version, or was none.
+    pub(super) fn takes_commit_with(&self, learner: LearnerId, has_room: bool) -> bool {
         let Some(member) = self.members.get(&learner).filter(|member| !member.unpublished) else {
             return false;
         };
         match self.consistency {
-            Consistency::Sync => {
-                self.takes_part(member) && (self.making.has_buffer() || !self.has_enough_with(learner))
-            }
-            Consistency::Quorum(_) | Consistency::Grace(..) => {
-                self.making.has_buffer() || !self.has_enough_with(learner)
-            }
+            Consistency::Sync => self.takes_part(member) && (has_room || !self.has_enough_with(learner)),
+            Consistency::Quorum(_) | Consistency::Grace(..) => has_room || !self.has_enough_with(learner),
             Consistency::Async | Consistency::Ssp(_) => {
                 self.formation.is_formed()
-                    && self.making.has_buffer()
+                    && has_room
                     && self.committed.is_empty()
                     && !self.is_too_far_ahead(learner)
             }

@@ -10,6 +10,8 @@ use libmodelio::vocabulary::shard_error::{ALL_BUFFERS_HELD, NOT_COMMITTED, Shard
 use super::waits::{MAX_NAMES, lasts};
 use super::{Action, Committed, JobCore, Member, Now, PayloadPlace, PendingKind, Ticket};
 
+const HELD_BY_READERS: &str = "readers have not applied the newest versions (control/hold_for_readers)";
+
 impl JobCore {
     /// The latest moment for the next [`Self::tick`], by requests, accumulations and the grace window. Leases need
     /// additional checks now and then.
@@ -19,7 +21,12 @@ impl JobCore {
         let taken = self.committed.iter().filter(|c| !c.is_read_on_loan());
         let taken =
             taken.filter_map(|c| c.ticket).map(|(_, deadline)| deadline).chain(self.making.deadline());
-        pending.chain(taken).chain(self.next_accumulation()).chain(self.grace_ends()).min()
+        pending
+            .chain(taken)
+            .chain(self.next_accumulation())
+            .chain(self.grace_ends())
+            .chain(self.readers_are_due())
+            .min()
     }
 
     /// Time passes. Handles deadlines and leases.
@@ -28,6 +35,9 @@ impl JobCore {
         self.note_stall(now);
         self.expire_leases(now, actions);
         self.expire_lingering(now, actions);
+        if self.give_up_readers(now) {
+            self.advance(now, actions);
+        }
         if self.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.expire_requests(now, actions);
             self.advance(now, actions);
@@ -67,6 +77,7 @@ impl JobCore {
         let mut timed_out = |ticket, what: Cow<'static, str>| {
             actions.push(Action::Reply(ticket, Err(ShardError::TimedOut(what))));
         };
+        let held = self.is_held_by_readers();
         // A learner that has waited until now was not silent.
         let mut alive = Vec::new();
         let mut kept = VecDeque::new();
@@ -79,9 +90,11 @@ impl JobCore {
                 alive.push(contribution.learner);
             }
             let what = match pending.kind {
+                PendingKind::Assign { .. } if held => HELD_BY_READERS,
                 PendingKind::Assign { .. } => "a contribution is still being written",
                 _ if !self.formation.is_formed() => "the job still waits for its learners (control/learners)",
                 _ if !self.making.has_buffer() => ALL_BUFFERS_HELD,
+                _ if held => HELD_BY_READERS,
                 PendingKind::Commit { ref contribution, .. }
                     if self.is_too_far_ahead(contribution.learner) =>
                 {

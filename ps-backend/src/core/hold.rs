@@ -59,6 +59,7 @@ impl JobCore {
             PendingKind::Assign { .. } => true,
         };
         self.recipe.is_sound(blocks as usize, tensors, self.controls.reducer)
+            && self.making.readers.is_sound()
             && !self.has_accumulated()
             && self.committed.iter().all(held)
             && self.pending.iter().all(waits)

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::actions::{JobPlan, Now, Ticket};
+use super::readers::Readers;
 
 /// The plan all of whose contributions are committed, and what keeps the next one from beginning.
 #[derive(Debug, Serialize, Deserialize)]
@@ -18,12 +19,13 @@ pub(super) struct Making {
     /// Whether no new work begins once earlier work is done.
     #[serde(skip)]
     holds: bool,
+    pub(super) readers: Readers,
 }
 
 impl Making {
     /// Nothing is made, and the next version has a buffer.
     pub(super) fn new() -> Making {
-        Making { plan: None, ticket: None, has_buffer: true, holds: false }
+        Making { plan: None, ticket: None, has_buffer: true, holds: false, readers: Readers::default() }
     }
 
     /// Whether a version is being made.

@@ -109,6 +109,7 @@ impl JobCore {
         }
         self.begin_provisional(now, actions);
         self.note_stall(now);
+        self.note_readers(now);
     }
 
     fn take_pending(&mut self, now: Now, actions: &mut Vec<Action>) {
@@ -131,7 +132,9 @@ impl JobCore {
                     }
                 }
                 // The first version may have come before a publication that was allowed when it was requested.
-                PendingKind::Assign { buffer } if !self.provisional.is_under_way() && !self.is_held() => {
+                PendingKind::Assign { buffer }
+                    if !self.provisional.is_under_way() && !self.is_held() && !self.is_held_by_readers() =>
+                {
                     match self.may_assign() {
                         Ok(()) => {
                             self.making.publishes(ticket, deadline);
@@ -175,7 +178,7 @@ impl JobCore {
         if self.committed.is_empty() || self.making.is_under_way() {
             return;
         }
-        if !self.is_complete() || self.is_busy() || !self.making.has_buffer() || self.is_held() {
+        if !self.is_complete() || self.is_busy() || !self.has_room() || self.is_held() {
             for committed in
                 self.committed.iter_mut().filter(|c| c.contribution.steady && c.place == PayloadPlace::Staged)
             {
@@ -256,7 +259,7 @@ impl JobCore {
     /// Accumulates contributions whose memory is needed back. When the first one is due, all are accumulated.
     fn start_accumulation(&mut self, now: Now, actions: &mut Vec<Action>) {
         // If the version is made now anyway, the memory is read in place.
-        let now_anyway = self.is_complete() && self.making.has_buffer() && !self.is_busy();
+        let now_anyway = self.is_complete() && self.has_room() && !self.is_busy();
         if now_anyway || self.provisional.is_under_way() || self.next_accumulation().is_none_or(|at| at > now)
         {
             return;

@@ -11,6 +11,7 @@ mod layerwise_jobs;
 mod losses;
 mod members;
 mod quorum_jobs;
+mod readers;
 mod records;
 mod schedules;
 mod ssp_jobs;

@@ -69,10 +69,10 @@ impl JobCore {
     /// Notes whether a learner waits for others at the moment.
     pub(super) fn note_stall(&mut self, now: Now) {
         let step_waits = self.gathers() && !self.committed.is_empty();
-        // Without a buffer learners wait for readers, and while the job is held they wait for nobody in it.
+        // Without room for a version learners wait for readers, and while the job is held they wait for nobody in it.
         let waits = !self.making.is_under_way()
             && !self.measured.is_under_way()
-            && self.making.has_buffer()
+            && self.has_room()
             && !self.is_held()
             && (step_waits || !self.pending.is_empty());
         let slowest = if self.limits_head_start() { self.slowest() } else { 0 };
@@ -114,5 +114,24 @@ impl JobCore {
         self.pending.iter().any(|pending| {
             matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
         })
+    }
+
+    /// Notes whether somebody waits for readers. Who gives up may come again, so the wait goes on.
+    pub(super) fn note_readers(&mut self, now: Now) {
+        let held = self.is_held_by_readers() && self.making.has_buffer();
+        let waits = held && self.waits_for_room();
+        self.making.readers.note_wait(held.then_some(self.version), waits, now);
+    }
+
+    /// Whether a request has all that it needs but room for the next version.
+    fn waits_for_room(&self) -> bool {
+        !self.making.is_under_way()
+            && (!self.committed.is_empty() && self.is_complete()
+                || self.pending.iter().any(|pending| match &pending.kind {
+                    PendingKind::Assign { .. } => true,
+                    PendingKind::Commit { contribution } => {
+                        !self.provisional.is_under_way() && self.takes_commit_with(contribution.learner, true)
+                    }
+                }))
     }
 }

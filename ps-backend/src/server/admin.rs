@@ -1,6 +1,7 @@
 //! Administration of a shard: creating, loading and deleting models, and its status.
 
 use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId, Version};
+use libmodelio::vocabulary::readers::ReaderState;
 use libmodelio::wire::{Message, ModelRecord, Refusal};
 use serde_json::{Value, json};
 
@@ -174,6 +175,8 @@ fn status_of(name: &str, model: &HostedModel) -> Value {
             "learners": learners,
             "clients": status.clients.0,
             "contributions": status.contributions,
+            "readers": status.readers.iter().map(ReaderState::to_json).collect::<Vec<_>>(),
+            "held_by": status.held_by,
             "unreachable": unreachable,
             "late": status.late.map(|(late, waited)| json!({
                 "learners": late.learners,

@@ -19,6 +19,7 @@ use libmodelio::transport::reactor::Handle;
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, LearnerId, PlanId, ShardId, Version};
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::readers::ReaderState;
 use libmodelio::wire::{JobState, MAX_SMALL_MODEL, Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::Mutex;
 
@@ -126,6 +127,10 @@ pub struct CoordinatorStatus {
     pub clients: (usize, usize),
     /// The number of contributions that are part of a version.
     pub contributions: u64,
+    /// Readers of the job.
+    pub readers: Vec<ReaderState>,
+    /// Those that the next version waits for, by name.
+    pub held_by: Vec<String>,
     /// The settings.
     pub controls: libmodelio::vocabulary::controls::Controls,
     /// The shards out of reach, for how long, and why.
@@ -280,6 +285,8 @@ impl Coordinator {
             sights: state.sights.of(now, &state.core),
             clients: state.core.client_count(),
             contributions: job.contributions_taken(),
+            readers: job.readers(None),
+            held_by: job.held_by(),
             controls: job.controls().clone(),
             unreachable: self.gone(now),
             late: job.late(now).map(|(since, late)| (late, now.saturating_sub(since))),

@@ -97,6 +97,7 @@ macro_rules! conforms {
             ],
             weights: [
                 new_weights_appear_whole_everywhere,
+                new_weights_wait_for_readers_of_all_ends,
                 unwritten_bytes_keep_their_value,
                 new_weights_come_first_and_committed_contributions_on_top,
                 weights_can_be_written_only_when_the_job_allows_it,

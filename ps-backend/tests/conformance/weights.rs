@@ -3,12 +3,14 @@
 #![allow(clippy::single_range_in_vec_init, reason = "what was written is a list of ranges")]
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use libmodelio::bytes::region::Region;
+use libmodelio::client::wait_for;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use crate::site::{Answer, BLOCK, BLOCKS, End, LONG, Message, Reply, Way, answer, done, store};
+use crate::site::{Answer, BLOCK, BLOCKS, End, LONG, Message, Reply, Way, answer, done, store, until};
 
 fn allocate(end: &End) -> Result<Region, ShardError> {
     match end.ask(Message::Allocate)? {
@@ -55,6 +57,35 @@ pub fn new_weights_appear_whole_everywhere(way: &Way) {
     // So do contributions that hold values.
     let learner = b.join("b");
     learner.makes(9.0, 4, 9.0);
+}
+
+pub fn new_weights_wait_for_readers_of_all_ends(way: &Way) {
+    let settings = [("reducer", "assign"), ("hold_for_readers", "1"), ("lease", "600")];
+    let (_site, [a, b]) = way.striped_job(&settings).two_ends();
+    let name = || "r".to_owned();
+    let begins =
+        |end: &Arc<End>| wait_for(LONG, |done| end.job.begin_reader(name(), "host".into(), LONG, done));
+    let applies = |version| wait_for(LONG, |done| b.job.applies(name(), Version(version), LONG, done));
+    begins(&b).unwrap();
+    assert_eq!(begins(&a), Err(ShardError::ReaderTaken(name())));
+    let (got, newest) = (Version(1), Version(0));
+    assert_eq!(applies(1), Err(ShardError::NoVersionYet { got, newest }));
+    applies(0).unwrap();
+    done(assign(&a, 1.0, &all(&a)));
+    let held = send(&a, &filled(&a, 2.0, &all(&a)), &all(&a));
+    b.sees(1);
+    until("the reader's end has told that it has version 1", || {
+        a.job.readers().iter().any(|reader| reader.staged == Version(1) && reader.applied == Some(newest))
+    });
+    assert!(held.try_recv().is_err() && a.job.state().version == Version(1));
+    applies(1).unwrap();
+    done(answer(&held));
+    b.sees(2);
+    b.shows(2, 2.0);
+    let held = send(&a, &filled(&a, 3.0, &all(&a)), &all(&a));
+    wait_for(LONG, |done| b.job.end_reader(name(), LONG, done)).unwrap();
+    done(answer(&held));
+    until("nobody reads", || a.job.readers().is_empty());
 }
 
 pub fn unwritten_bytes_keep_their_value(way: &Way) {

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::{BlockId, LearnerId, Step};
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::shard_error::ShardError;
-use libmodelio::wire::{Message, Refusal};
+use libmodelio::wire::{Message, ReaderDoes, Refusal};
 
 use crate::client::{Client, ClientEvent, Payload};
 use crate::history::{Uid, meta_of};
@@ -517,6 +517,17 @@ impl World {
             if let Some((uid, _)) = program.writes.take() {
                 self.on_client(index, |core, _, actions| core.rewrites_weights(u64::from(uid), actions));
             }
+            return;
+        }
+        if self.settings.readers && self.chance(0.4) {
+            let version = self.clients[index].core.version();
+            let does = match self.rng.u8(0..8) {
+                0..2 => ReaderDoes::Begins { host: "host".into(), staged: version },
+                2..7 => ReaderDoes::Applies(version),
+                _ => ReaderDoes::Ends,
+            };
+            let name = self.clients[index].programs[at].name.clone();
+            self.ask(index, at, Asked::Control, |_| Message::Reader { name, does });
             return;
         }
         if self.chance(0.5) {

@@ -67,6 +67,8 @@ pub struct Settings {
     pub silence: Now,
     /// There are programs that change settings and write weights.
     pub operators: bool,
+    /// Programs that change settings read, too, and versions wait for them.
+    pub readers: bool,
     /// The changed settings.
     pub changes: Vec<(&'static str, &'static str)>,
     /// How long things go wrong, and how often.
@@ -195,6 +197,11 @@ impl Settings {
         {
             controls = new;
         }
+        let readers = of_pulls.u8(0..4) == 0;
+        if readers {
+            controls = controls.with("hold_for_readers", "1").expect("a setting");
+            changes.extend(["0", "1", "2"].map(|ahead| ("hold_for_readers", ahead)));
+        }
         let rough = rng.u32(0..4);
         let mut settings = Settings {
             blocks: rng.u32(1..=12),
@@ -229,6 +236,7 @@ impl Settings {
             freezes: one_of(rng, &[0.0, 0.0, 0.015]),
             silence: millis(one_of(rng, &[50, 300, 3000])),
             operators: rng.bool(),
+            readers,
             changes,
             chaos: millis(rng.u64(3000..15_000)),
             faults: [0, 3, 8, 20][rough as usize],

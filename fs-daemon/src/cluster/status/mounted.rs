@@ -9,7 +9,7 @@ use libmodelio::vocabulary::ids::ShardId;
 use serde_json::{Map, Value, json};
 
 use super::super::{ask_until, deadline, jobs, list, registry, registry_error, string};
-use super::learners;
+use super::{learners, readers};
 use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
 use crate::error::Error;
 use crate::mountpoint;
@@ -141,6 +141,7 @@ fn for_people(model: &Value, mount: &Path) -> String {
         let late = libmodelio::vocabulary::members::WaitedFor { learners: late, more };
         let _ = writeln!(text, "  waiting for learners: {late}");
     }
+    readers::tell(&mut text, "  ", model);
     if let Some(why) = model["others_unknown_because"].as_str() {
         let _ = writeln!(text, "  learners of other mounts are not known: {why}");
     }

@@ -1,5 +1,6 @@
 //! The connection to the coordinator, whether the job has one, and the messages that get no answer.
 
+use super::readers::KnownReaders;
 use super::{Action, ClientCore, Now};
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::shard_error::ShardError;
@@ -15,6 +16,8 @@ pub(super) struct Coordination {
     lost: Option<(ShardError, JobPhase)>,
     /// When the coordinator first reported that the job has failed.
     failed_at: Option<Now>,
+    /// The readers that it has told of.
+    pub(super) readers: KnownReaders,
 }
 
 impl Coordination {

@@ -301,6 +301,9 @@ impl ClientCore {
             Message::Begun { plan } => self.begun(plan, now, actions),
             Message::Over { plan } => self.plan_over(plan, actions),
             Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
+            Message::Readers { since, revision, readers, gone } => {
+                self.take_readers((since, revision), readers, &gone, actions);
+            }
             // A coordinator of this protocol sends nothing else unasked.
             _ => {}
         }

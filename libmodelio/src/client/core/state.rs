@@ -68,6 +68,7 @@ impl ClientCore {
                 self.learners.insert(learner, Learner::new(None, named[&learner].clone(), state.sequence));
             }
         }
+        self.check_readers(state.readers, actions);
         let offered = self.offered_version();
         self.coordination.reports(state.phase == JobPhase::Failed, now);
         self.state = state;

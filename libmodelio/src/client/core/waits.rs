@@ -225,6 +225,7 @@ impl ClientCore {
         if was_pulled {
             self.pull_times.ended(now);
         }
+        self.tell_staged(version, actions);
         self.start_pull(now, actions);
         self.answer_waits(now, actions);
     }

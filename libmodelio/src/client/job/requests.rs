@@ -442,7 +442,7 @@ pub fn wait_for<T: Send + 'static, E: From<ShardError> + Send + 'static>(
         .unwrap_or_else(|_| Err(ShardError::TimedOut("the shard did not answer".into()).into()))
 }
 
-fn plain(done: Done<()>) -> Answered {
+pub(super) fn plain(done: Done<()>) -> Answered {
     Box::new(move |result| {
         done(match result {
             Ok(Message::Done) => Ok(()),

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::{ClientId, LearnerId};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::vocabulary::settings_json;
 use libmodelio::vocabulary::shard_error::ShardError;
-use libmodelio::wire::{Message, Refusal};
+use libmodelio::wire::{Message, ReaderDoes, Refusal};
 
 use super::{Client, GivenUp, given_up_at};
 use crate::coordinator::requests::{Asked, Known, MAX_ANSWERS};
@@ -49,6 +49,9 @@ impl CoordinatorCore {
         client.requests.connects(now);
         client.connected = true;
         client.last_seen = now;
+        if self.core.readers_revision() > 0 {
+            actions.push(Action::ToClient(id, 0, self.core.tell_readers(id)));
+        }
         self.send_state(id, now, actions);
         self.grant_again(id, actions);
         Ok(())
@@ -83,6 +86,7 @@ impl CoordinatorCore {
     /// Whether the job has contributions or learners of this client's.
     fn takes_part(&self, id: ClientId) -> bool {
         self.clients.get(&id).is_some_and(|client| !client.learners.is_empty())
+            || self.core.has_readers(id)
             || self.core.unread().any(|(_, source)| source.client == id)
             || self.assigns_from(id)
     }
@@ -194,6 +198,11 @@ impl CoordinatorCore {
                 self.core.is_whole(learner, step, now, &mut wanted);
                 self.perform(wanted, now, actions);
             }
+            Message::Staged { version } => {
+                self.core.staged(id, version);
+                self.tell_reader_news(actions);
+            }
+            Message::TellReaders => actions.push(Action::ToClient(id, 0, self.core.tell_readers(id))),
             Message::WholeWeights { token } if self.clients.contains_key(&id) => {
                 self.begin_open_weights(id, token, now, actions);
             }
@@ -363,6 +372,16 @@ impl CoordinatorCore {
                 self.states.outdated();
                 Some(Message::Done)
             }
+            Message::Reader { name, does } => {
+                match does {
+                    ReaderDoes::Begins { host, staged } => core.begin_reader(id, &name, host, staged)?,
+                    ReaderDoes::Applies(version) => core.applies(id, &name, version, now, &mut wanted)?,
+                    ReaderDoes::Ends => core.end_reader(id, &name, now, &mut wanted)?,
+                }
+                // The news come before the answer.
+                self.perform(std::mem::take(&mut wanted), now, actions);
+                Some(Message::Done)
+            }
             Message::AllReduce { learner, op, values, timeout_ms } => {
                 let (learner, deadline) = (mine(learner)?, deadline(timeout_ms));
                 let before = self.all_reduce.give(learner, op, values, (id, asked), deadline)?;
@@ -450,6 +469,7 @@ impl CoordinatorCore {
         self.tickets.forget(id);
         let mut wanted = Vec::new();
         self.core.withdraw_assign(|source| source.client == id, now, &mut wanted);
+        self.core.end_readers(id, now, &mut wanted);
         // This comes before anything is dropped: it may have begun work that is void afterwards.
         self.perform(wanted, now, actions);
         // Learners that have left may have left contributions behind.

@@ -76,8 +76,7 @@ impl JobCore {
             && !self.provisional.is_under_way()
             && !self.is_accumulating()
             && !self.making.holds();
-        if !self.provisional.may_begin || !is_idle || !self.making.has_buffer() || !self.formation.is_formed()
-        {
+        if !self.provisional.may_begin || !is_idle || !self.has_room() || !self.formation.is_formed() {
             return None;
         }
         // On a network blocks come in any order, and would wait at the shard for those that go before.

@@ -198,7 +198,7 @@ impl Bench {
         (ticket, deadline)
     }
 
-    fn call<R>(&mut self, f: impl FnOnce(&mut JobCore, Now, &mut Vec<Action>) -> R) -> R {
+    pub(super) fn call<R>(&mut self, f: impl FnOnce(&mut JobCore, Now, &mut Vec<Action>) -> R) -> R {
         let mut actions = Vec::new();
         let result = f(&mut self.core, self.now, &mut actions);
         for tensor in self.state_of.differing(self.core.recipe.state_of()).ones() {
