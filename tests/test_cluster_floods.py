@@ -127,11 +127,13 @@ def test_floods_take_no_more_than_their_limits__and_long_records_leave_a_trainin
         assert len(put) > 6 * MIB and peer.hear_of("Refused").fields == refused
 
     def flood(number):
-        with world.peer("admin", registry) as peer:
-            while not over.is_set():
-                peer.send(put)
-                assert peer.hear_of("Refused").fields == refused
-                sent[number] += 1
+        while not over.is_set():
+            # On a loaded machine, a peer that gets no time to send counts as dead.
+            with contextlib.suppress(wire.Closed), world.peer("admin", registry) as peer:
+                while not over.is_set():
+                    peer.send(put)
+                    assert peer.hear_of("Refused").fields == refused
+                    sent[number] += 1
 
     before = world.trains(steps=100)
     with ThreadPoolExecutor(AT_ONCE) as pool:

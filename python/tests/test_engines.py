@@ -32,7 +32,9 @@ def model(start, tmp_path):
 
 def test_importing_engines_imports_no_framework():
     code = "import sys, gradfs.engines\nfrom gradfs.engines import sglang, transformers, vllm\n"
-    code += "print([name for name in ('torch', 'numpy', 'transformers', 'vllm', 'sglang', 'ray') if name in sys.modules])"
+    code += (
+        "print([name for name in ('torch', 'numpy', 'transformers', 'vllm', 'sglang', 'ray') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
     assert done.stdout == "[]\n"
 
@@ -52,7 +54,9 @@ def test_a_pinned_version_stays_for_other_processes(model):
         for value in range(1, 5):
             published(model, value)
         assert pinned.version == 0 and model.version == 4
-        code = f"import os; print(sorted(os.listdir({pinned.hf!r})), sum(open({pinned.path + '/weights'!r}, 'rb').read()))"
+        code = (
+            f"import os; print(sorted(os.listdir({pinned.hf!r})), sum(open({pinned.path + '/weights'!r}, 'rb').read()))"
+        )
         done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
         assert done.stdout == "['config.json', 'model.safetensors'] 0\n"
     with pytest.raises(gradfs.Closed, match="version 0 was let go of"):
@@ -91,6 +95,7 @@ def test_sglang_loads_a_version_that_stays_until_it_has_answered(model):
 
 def test_sglang_follows_a_model(model):
     told, stop = [], threading.Event()
+
     def answer(path, body):
         reply = sglang_that(told)(path, body)
         if len(told) == 3:

@@ -72,7 +72,9 @@ def test_the_transfer_has_what_trl_calls():
     calls = {name: one for name, one in vars(protocol).items() if inspect.isfunction(one) and not name.startswith("_")}
     assert {"init_weight_transfer", "pause", "send_weights", "resume", "destroy"} == set(calls)
     for name, call in calls.items():
-        assert list(inspect.signature(getattr(WeightTransfer, name)).parameters) == list(inspect.signature(call).parameters)
+        assert list(inspect.signature(getattr(WeightTransfer, name)).parameters) == list(
+            inspect.signature(call).parameters
+        )
 
 
 def test_a_server_of_vllm_reloads_a_version_while_it_is_paused(model):
