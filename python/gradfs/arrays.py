@@ -236,7 +236,11 @@ def put_torch(indices: View, values: View, target: Any) -> None:
 
     with torch.no_grad():
         places = indices.torch().to(target.device, torch.int64)
-        target.detach().put_(places, values.torch().to(target.device, target.dtype))
+        new = values.torch().to(target.device, target.dtype)
+        # torch cannot put all types, but all widths.
+        raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(target.element_size())
+        whole, new = (target.detach(), new) if raw is None else (target.detach().view(raw), new.view(raw))
+        whole.put_(places, new)
 
 
 def numpy_type(dtype: str) -> Any:

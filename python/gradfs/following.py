@@ -12,7 +12,7 @@ from typing import Any, Callable, Union, final, overload
 
 from . import changes, model
 from .changes import Changes
-from .errors import Refused, Timeout, explained
+from .errors import GradfsError, Refused, Timeout, explained
 from .model import Model
 from .weights import Weights
 
@@ -64,15 +64,19 @@ class Follower:
         try:
             while self._await_newer():
                 self._next()
+            if self._reader is not None:
+                self._reader.leave()
         except BaseException as error:
             self.error = error
+            if self._reader is not None:
+                # What has ended it says more.
+                with contextlib.suppress(GradfsError):
+                    self._reader.leave()
             raise
         finally:
             with self._changed:
                 self._has_ended = True
                 self._changed.notify_all()
-            if self._reader is not None:
-                self._reader.leave()
         return self.version
 
     def poll(self) -> bool:
@@ -163,11 +167,13 @@ class Follower:
                 self._base = taken.version, taken.epoch
         finally:
             taken.close()
-        if self._reader is not None:
-            self._reader.applied(taken.version)
-        with self._changed:
-            self.version = taken.version
-            self._changed.notify_all()
+        try:
+            if self._reader is not None:
+                self._reader.applied(taken.version)
+        finally:
+            with self._changed:
+                self.version = taken.version
+                self._changed.notify_all()
 
     def _changed_or_whole(self, of: Model) -> Update:
         if self._base is None:
@@ -188,17 +194,26 @@ class _Reader:
         if name != os.path.basename(name) or name in ("", ".", ".."):
             raise Refused(f"{name!r} is no name for a reader", errno.EINVAL)
         self._of, self._path, self._pid, self._is_left = of, os.path.join(readers, name), os.getpid(), False
-        with explained(f"reader {name}", of.path):
+        with explained(f"reader {name} (if it is left of a program that was killed, rmdir {self._path})", of.path):
             os.mkdir(self._path)
 
     def applied(self, version: int) -> None:
         with explained("applied", self._of.path):
-            self._of._place.write(os.path.join(self._path, "applied"), f"{version}\n")
+            try:
+                self._tell(version)
+            except FileNotFoundError:
+                # A mount that was out of reach for longer than the lease has lost its readers.
+                os.mkdir(self._path)
+                self._tell(version)
+
+    def _tell(self, version: int) -> None:
+        self._of._place.write(os.path.join(self._path, "applied"), f"{version}\n")
 
     def leave(self) -> None:
         if not self._is_left and os.getpid() == self._pid:
             self._is_left = True
-            with explained("readers", self._of.path):
+            # A mount that was out of reach may have lost it.
+            with explained("readers", self._of.path), contextlib.suppress(FileNotFoundError):
                 os.rmdir(self._path)
 
 

@@ -10,8 +10,8 @@ import numpy
 import pytest
 
 import gradfs
-from gradfs import changes, first_file
-from gradfs.layout import Layout
+from gradfs import arrays, changes, first_file
+from gradfs.layout import Layout, Tensor
 from gradfs.places import Files, Version
 
 LAYOUT = Layout.parse("w\tF32\t[2,3]\t0\nb\tBF16\t[4]\t24\nn\tI64\t[]\t32\n")
@@ -59,6 +59,19 @@ def test_changes_are_copied_into_arrays_that_have_the_base(tmp_path):
     with pytest.raises(gradfs.Refused, match=r"b: the shape is \[3\], and \[4\] in the model"):
         found.copy_to({"w": raw, "b": torch.zeros(3)})
     assert not raw.any()
+
+
+def test_changes_of_all_types_are_put_by_torch():
+    torch = pytest.importorskip("torch")
+    types = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "U8": torch.uint8}
+    types |= {"BOOL": torch.bool, "F64": torch.float64, "I32": torch.int32}
+    for name, dtype in types.items():
+        here, values = torch.zeros(6).to(dtype), torch.ones(2).to(dtype)
+        raw = memoryview(values.view(torch.uint8).numpy())
+        indices = arrays.View(Tensor("w.indices", "I32", (2,), 0, 8), memoryview(numpy.array([4, 1], "i4")).cast("B"))
+        new = arrays.View(Tensor("w.values", name, (2,), 0, len(raw)), raw)
+        arrays.put(indices, new, arrays.writable("w", here))
+        assert here.float().tolist() == [0, 1, 0, 0, 1, 0], name
 
 
 def test_changes_that_do_not_fit_the_model_are_refused(tmp_path):
