@@ -7,7 +7,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt, fchown};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
@@ -50,19 +50,18 @@ struct Patch {
 pub fn run(args: &ApplyArgs) -> Result<(), Error> {
     let file = &args.file;
     let failed = |error: io::Error| Error::new(format!("cannot patch {}", file.display())).caused_by(error);
-    let mut patch = Patch::open(&args.patch)?;
     // A link stays one, and what it leads to is replaced.
     let target = fs::canonicalize(file).map_err(failed)?;
-    let old = File::open(&target).map_err(failed)?;
+    // What is proved is what is written.
+    let old = OpenOptions::new().read(true).write(args.in_place).open(&target).map_err(failed)?;
     let metadata = old.metadata().map_err(failed)?;
     if !metadata.is_file() {
         return Err(Error::new(format!("{} is no regular file", file.display())));
     }
-    patch.check_size(file, metadata.len())?;
+    let mut patch = Patch::open(&args.patch, (file, metadata.len()))?;
     if args.in_place {
         patch.prove(file, &old, io::sink())?;
-        let new = OpenOptions::new().write(true).open(&target).map_err(failed)?;
-        patch.write_into(&args.patch, &new).and_then(|()| new.sync_all()).map_err(|error| {
+        patch.write_into(&args.patch, &old).and_then(|()| old.sync_all()).map_err(|error| {
             failed(error).hint("the file may be patched in part: run the same command again")
         })?;
     } else {
@@ -83,38 +82,32 @@ pub fn run(args: &ApplyArgs) -> Result<(), Error> {
 }
 
 impl Patch {
-    fn open(path: &Path) -> Result<Patch, Error> {
+    /// A patch for a file of this length.
+    fn open(path: &Path, (file, file_len): (&Path, u64)) -> Result<Patch, Error> {
         let no_patch = |why: &dyn std::fmt::Display| {
             let error = Error::new(format!("cannot apply {}: {why}", path.display()));
             error.hint("nothing was changed; copy the patch again from versions/N/changes-since-M.patch")
         };
-        let mut file = File::open(path).map_err(|error| no_patch(&error))?;
-        let len = file.metadata().map_err(|error| no_patch(&error))?.len();
+        let mut from = File::open(path).map_err(|error| no_patch(&error))?;
+        let len = from.metadata().map_err(|error| no_patch(&error))?.len();
         let mut bytes = [0; HEAD];
-        file.read_exact(&mut bytes).map_err(|error| match error.kind() {
+        from.read_exact(&mut bytes).map_err(|error| match error.kind() {
             io::ErrorKind::UnexpectedEof => no_patch(&"it is no patch of gradfs, or is cut off"),
             _ => no_patch(&error),
         })?;
         let head = PatchHead::decode(&bytes, len).map_err(|error| no_patch(&error))?;
+        // The two numbers of a run take at most twice the bytes that it leads over.
+        check_size(&head, file, file_len)?;
+        if head.runs > head.size.saturating_mul(2).saturating_add(20) {
+            return Err(no_patch(&"it has more runs than its model has bytes"));
+        }
         let mut encoded = Vec::new();
-        (&mut file).take(head.runs).read_to_end(&mut encoded).map_err(|error| no_patch(&error))?;
+        (&mut from).take(head.runs).read_to_end(&mut encoded).map_err(|error| no_patch(&error))?;
         let runs = Runs::decode(encoded, head.size).map_err(|error| no_patch(&error))?;
         if runs.bytes() != head.values {
             return Err(no_patch(&"its lengths disagree"));
         }
-        Ok(Patch { head, runs, file: BufReader::with_capacity(1 << 20, file) })
-    }
-
-    fn check_size(&self, path: &Path, len: u64) -> Result<(), Error> {
-        let PatchHead { size, base, .. } = self.head;
-        if len == size {
-            return Ok(());
-        }
-        let what = format!("{} has {len} bytes, and the patch is of a model of {size}", path.display());
-        Err(Error::new(what).hint(format!(
-            "nothing was changed; give a copy of versions/{base}/weights (weights.safetensors has a header, and cannot be \
-             patched)"
-        )))
+        Ok(Patch { head, runs, file: BufReader::with_capacity(1 << 20, from) })
     }
 
     /// Writes the newer version of `old` to `to`.
@@ -174,6 +167,18 @@ impl Patch {
     }
 }
 
+fn check_size(head: &PatchHead, path: &Path, len: u64) -> Result<(), Error> {
+    let PatchHead { size, base, .. } = *head;
+    if len == size {
+        return Ok(());
+    }
+    let what = format!("{} has {len} bytes, and the patch is of a model of {size}", path.display());
+    Err(Error::new(what).hint(format!(
+        "nothing was changed; give a copy of versions/{base}/weights (weights.safetensors has a header, and cannot be \
+         patched)"
+    )))
+}
+
 fn within(range: &Range<u64>, at: u64) -> Range<usize> {
     (range.start - at) as usize..(range.end - at) as usize
 }
@@ -188,7 +193,7 @@ impl Beside {
     fn new(target: &Path) -> io::Result<Beside> {
         let name = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let path = target.with_file_name(format!(".{name}.gradfs-{}", std::process::id()));
-        let file = OpenOptions::new().write(true).create_new(true).open(&path)?;
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
         Ok(Beside { path, file })
     }
 }

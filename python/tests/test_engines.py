@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -135,6 +137,27 @@ def test_an_engines_server_that_does_not_answer_is_a_timeout(model):
             sglang.Server(url, timeout=0.3).update(model.path)
         assert time.monotonic() - begun < 30
         release.set()
+
+
+def test_an_engines_server_that_answers_byte_by_byte_is_a_timeout(model):
+    over = threading.Event()
+
+    def drip(listener):
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nx: ")
+            while not over.wait(0.05):
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=[listener])
+        thread.start()
+        try:
+            with pytest.raises(gradfs.Timeout, match="no answer within 0.5 s"):
+                sglang.Server(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5).update(model.path)
+        finally:
+            over.set()
+            thread.join(60)
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])

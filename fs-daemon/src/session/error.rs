@@ -75,6 +75,8 @@ pub struct LastRefusal(Mutex<Last>);
 #[derive(Default)]
 struct Last {
     text: Option<String>,
+    /// Why a call failed that no contribution was refused by.
+    explained: Option<String>,
     /// Some call of the open contribution was refused.
     in_open: bool,
 }
@@ -83,27 +85,29 @@ impl LastRefusal {
     /// A call was refused. `is_open`: the contribution that it was part of goes on.
     pub fn note(&self, error: &CallError, is_open: bool) {
         if !error.is_quiet() {
-            *self.0.lock() = Last { text: Some(error.message.clone()), in_open: is_open };
+            *self.0.lock() = Last { text: Some(error.message.clone()), explained: None, in_open: is_open };
         }
     }
 
-    /// Says why a call failed, however ordinary its errno is. No contribution was refused.
+    /// Says why a call failed, however ordinary its errno is. No contribution was refused, and the text of one that was
+    /// stays.
     pub fn explain(&self, error: &CallError) {
-        self.0.lock().text = Some(error.message.clone());
+        self.0.lock().explained = Some(error.message.clone());
     }
 
     /// A contribution ended without a refusal of its end. `taken`: something was written.
     pub fn ended(&self, taken: bool) {
         let mut last = self.0.lock();
         if taken && !last.in_open {
-            last.text = None;
+            (last.text, last.explained) = (None, None);
         }
         last.in_open = false;
     }
 
     /// The text, if there is one.
     pub fn text(&self) -> Option<String> {
-        self.0.lock().text.clone()
+        let last = self.0.lock();
+        last.text.as_ref().or(last.explained.as_ref()).cloned()
     }
 }
 
@@ -127,5 +131,16 @@ mod tests {
         assert_eq!(last.text(), None, "the refusal was the end of its contribution");
         last.note(&CallError::not_found(), false);
         assert_eq!(last.text(), None, "of no interest");
+    }
+
+    #[test]
+    fn why_a_lookup_failed_is_told_and_hides_no_refusal() {
+        let last = LastRefusal::default();
+        let why = CallError::new(libc::ENOENT, "it is not known");
+        last.explain(&why);
+        assert_eq!(last.text().as_deref(), Some("it is not known"));
+        last.note(&CallError::new(libc::EINVAL, "a NaN"), false);
+        last.explain(&why);
+        assert_eq!(last.text().as_deref(), Some("a NaN"));
     }
 }

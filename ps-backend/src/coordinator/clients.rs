@@ -24,6 +24,9 @@ pub(super) struct Client {
     pub(super) counted: PlanId,
     #[serde(skip)]
     sent_state: Option<SentState>,
+    /// When it was told of all readers, on its connection.
+    #[serde(skip)]
+    told_readers: Option<Now>,
 }
 
 /// What is remembered of a client that was given up.
@@ -55,7 +58,15 @@ impl Client {
             requests,
             counted: before.counted,
             sent_state: None,
+            told_readers: None,
         }
+    }
+
+    /// Whether the client may be told of all readers now. One that asks again and again is told as seldom as of states.
+    pub(super) fn asks_for_readers(&mut self, now: Now) -> bool {
+        let may = self.told_readers.is_none_or(|at| now >= at + REPEAT);
+        self.told_readers = if may { Some(now) } else { self.told_readers };
+        may
     }
 
     pub(super) fn answers(&self) -> usize {

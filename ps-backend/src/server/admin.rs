@@ -13,8 +13,10 @@ use super::unsent::AdminAnswer;
 use crate::memory;
 use crate::snapshot::Piece;
 
-/// An answer about changes goes on until it has so many bytes. What is known of a block is not longer than the block.
-const CHANGES_AT_ONCE: usize = 4 << 20;
+/// An answer about changes goes on until it has so many bytes.
+const CHANGES_AT_ONCE: usize = 1 << 20;
+/// The memory that such an answer counts for. What is known of its last block may come on top.
+pub(super) const CHANGES_BYTES: usize = 2 * CHANGES_AT_ONCE;
 
 /// Makes this shard's partition of a model. This takes a while.
 pub(super) fn create(shared: &Shared, payload: &[u8]) -> AdminAnswer {

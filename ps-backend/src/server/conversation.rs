@@ -266,7 +266,9 @@ impl Peer {
         answers: impl FnOnce(&[u8]) -> AdminAnswer + Send + 'static,
     ) -> Result<(), Refusal> {
         let origin = self.origin.ok_or_else(|| Refusal::other("such requests come by TCP"))?;
-        let unsent = Unsent::one_more(&self.unsent, payload.len())?;
+        // The answer to most requests is short.
+        let bytes = if kind == errands::ErrandKind::Changes { admin::CHANGES_BYTES } else { payload.len() };
+        let unsent = Unsent::one_more(&self.unsent, bytes)?;
         let (link, payload) = (self.link.clone(), payload.to_vec());
         let work = move |unsent| answer_counted(&link, request, answers(&payload), Some(unsent));
         self.shared.limits.errands.run(origin, Errand { kind, unsent, work: Box::new(work) })
@@ -348,7 +350,7 @@ impl Peer {
                 });
             }
             Message::ChangedSince { generation, base, version, first } if shared.options.holds_blocks => {
-                return self.send_off(request, errands::ErrandKind::Short, payload, move |_| {
+                return self.send_off(request, errands::ErrandKind::Changes, payload, move |_| {
                     admin::changed_since(&shared, generation, (base, version), first)
                 });
             }

@@ -31,6 +31,8 @@ const MAX_WAITING_BYTES: usize = 64 << 20;
 pub(super) enum ErrandKind {
     /// For no other request.
     Short,
+    /// For no other request. Its answer is long.
+    Changes,
     /// For no other request. It is about a model's record.
     Record,
     /// For memory.
@@ -40,8 +42,8 @@ pub(super) enum ErrandKind {
 }
 
 /// In the order in which they begin.
-const KINDS: [ErrandKind; 4] =
-    [ErrandKind::Short, ErrandKind::Record, ErrandKind::Memory, ErrandKind::Others];
+const KINDS: [ErrandKind; 5] =
+    [ErrandKind::Short, ErrandKind::Changes, ErrandKind::Record, ErrandKind::Memory, ErrandKind::Others];
 
 /// A request, and the count of what its connection has under way.
 pub(super) struct Errand {
@@ -140,7 +142,7 @@ impl Line {
         }
         KINDS.into_iter().find(|&kind| {
             let most = match kind {
-                ErrandKind::Short => threads,
+                ErrandKind::Short | ErrandKind::Changes => threads,
                 ErrandKind::Record => MAX_OF_RECORDS,
                 ErrandKind::Memory => MAX_OF_MEMORY,
                 ErrandKind::Others => MAX_OF_OTHERS,

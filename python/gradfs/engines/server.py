@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from gradfs.following import Follower
 
 # Characters of an answer that an error shows.
 _SHOWN = 500
+# Bytes of an answer that are read.
+_MOST = 1 << 20
 _PIECE = 1 << 16
 
 
@@ -60,19 +63,26 @@ def _answer(server: str, address: str, body: Mapping[str, Any], timeout: float) 
         raise Refused(f"{server!r} is no http:// or https:// URL", errno.EINVAL)
     connection = kinds[url.scheme](url.hostname, url.port, timeout=timeout)
     where = f"POST {server.rstrip('/')}{address}"
+    # Each read may take all of the timeout, so one that goes on and on is cut off.
+    cut = threading.Timer(timeout, _cut, [connection])
+    cut.daemon = True
+    cut.start()
     try:
         with contextlib.closing(connection):
             headers = {"Content-Type": "application/json"}
             connection.request("POST", url.path.rstrip("/") + address, json.dumps(body), headers)
-            _limit(connection, deadline)
             answer, text = connection.getresponse(), b""
-            while piece := answer.read1(_PIECE):
+            while len(text) < _MOST and (piece := answer.read1(_PIECE)):
                 text += piece
-                _limit(connection, deadline)
+            if time.monotonic() >= deadline:
+                raise TimeoutError
     except (OSError, http.client.HTTPException) as error:
-        if isinstance(error, (TimeoutError, socket.timeout)):  # Python 3.9 tells the two apart.
+        # Python 3.9 tells the two apart.
+        if isinstance(error, (TimeoutError, socket.timeout)) or time.monotonic() >= deadline:
             raise Timeout(f"{where}: no answer within {timeout} s", errno.ETIMEDOUT) from error
         raise GradfsError(f"{where}: {error or type(error).__name__}", getattr(error, "errno", None)) from error
+    finally:
+        cut.cancel()
     if not 200 <= answer.status < 300:
         raise Refused(f"{where}: {answer.status}: {text.decode(errors='replace')[:_SHOWN].strip()}")
     try:
@@ -81,10 +91,8 @@ def _answer(server: str, address: str, body: Mapping[str, Any], timeout: float) 
         return None
 
 
-def _limit(connection: http.client.HTTPConnection, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    # The socket is gone once the whole answer is here.
-    if connection.sock is not None:
-        connection.sock.settimeout(left)
+def _cut(connection: http.client.HTTPConnection) -> None:
+    sock = connection.sock
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

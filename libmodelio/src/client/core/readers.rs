@@ -64,7 +64,8 @@ impl ClientCore {
                 actions.push(Action::Readers);
                 self.tell_staged(self.version(), actions);
             }
-            // The next state finds it, too, and is never far.
+            // The next state finds it, too, and is never far. The coordinator may leave a question that comes soon after
+            // another one.
             false => self.notify(Message::TellReaders, actions),
         }
     }

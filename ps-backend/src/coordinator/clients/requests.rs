@@ -202,7 +202,11 @@ impl CoordinatorCore {
                 self.core.staged(id, version);
                 self.tell_reader_news(actions);
             }
-            Message::TellReaders => actions.push(Action::ToClient(id, 0, self.core.tell_readers(id))),
+            Message::TellReaders
+                if self.clients.get_mut(&id).is_some_and(|client| client.asks_for_readers(now)) =>
+            {
+                actions.push(Action::ToClient(id, 0, self.core.tell_readers(id)));
+            }
             Message::WholeWeights { token } if self.clients.contains_key(&id) => {
                 self.begin_open_weights(id, token, now, actions);
             }

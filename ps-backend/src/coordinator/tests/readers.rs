@@ -48,6 +48,11 @@ fn clients_are_told_what_has_changed_in_the_readers_once_and_before_the_answer()
     // Who has missed something, or comes late, is told all.
     bench.client(B, 0, Message::TellReaders);
     assert_eq!(bench.sent_to(B), [news(None, 2, told(false, Some(0)), &[])]);
+    bench.client(B, 0, Message::TellReaders);
+    assert_eq!(bench.sent_to(B), [], "it was told just now");
+    bench.now += REPEAT;
+    bench.client(B, 0, Message::TellReaders);
+    assert_eq!(bench.sent_to(B), [news(None, 2, told(false, Some(0)), &[])]);
     let late = ClientId(30);
     bench.coordinator.client_up(late, bench.now, &mut bench.said).unwrap();
     assert_eq!(bench.sent_to(late), [news(None, 2, told(false, Some(0)), &[])]);
