@@ -1,5 +1,6 @@
 """Pulling what has changed: what docs/operate/network.md promises of it."""
 
+import mmap
 import os
 
 import ml_dtypes
@@ -29,8 +30,8 @@ def change(values, share, seed):
     return changed
 
 
-def publish(mount, values):
-    fd = os.open(mount.model / "publish", os.O_WRONLY)
+def publish(mount, values, name="publish"):
+    fd = os.open(mount.model / name, os.O_WRONLY)
     data = values.tobytes()
     assert os.write(fd, data) == len(data)
     os.close(fd)
@@ -72,6 +73,34 @@ def test_a_mount_pulls_what_has_changed(cluster, models, transport, shards):
     came, patched = (after - then for after, then in zip(pulled(reads), before))
     assert patched >= 6.9 * SIZE - 2 * 3 * BLOCK and came < 0.2 * SIZE, (came / SIZE, patched / SIZE)
     close(*(fd for fd, _ in held))
+
+
+@pytest.mark.parametrize("way", ["publish", "weights", "mapped"])
+def test_a_publisher_sends_what_has_changed(cluster, models, way):
+    file, values = models
+    one = cluster(2)
+    one.create("m", model=file, block_size=BLOCK, reducer="assign", timeout=200)
+    writes, reads = [one.mount(model="m", transport="tcp") for _ in range(2)]
+    sent = lambda: writes.status()["payload"]["pushed_bytes"]  # noqa: E731
+    before = sent()
+    for version in range(1, 6):
+        values = change(values, 0.01, version)
+        if way == "mapped":
+            fd = os.open(writes.model / "publish", os.O_RDWR)
+            with mmap.mmap(fd, SIZE) as memory:
+                memory[:] = values.tobytes()
+                os.fsync(fd)
+            os.close(fd)
+        else:
+            publish(writes, values, way)
+        eventually(lambda: reads.seen() == version)
+        assert (read(reads) == values).all() and (read(writes) == values).all(), version
+    assert 0 < sent() - before < 0.06 * 5 * SIZE
+    # Without them, all of it goes.
+    (writes.model / "control/delta").write_text("off\n")
+    before = sent()
+    publish(writes, values, "publish")
+    assert sent() - before >= SIZE
 
 
 def test_a_mount_that_lags_behind_pulls_the_changes_of_several_versions_at_once(cluster, models):

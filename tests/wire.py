@@ -13,7 +13,7 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs/internals/protocol.md"
 HEADER = struct.Struct("<2sHIIIQQI")  # Without its own checksum.
 # What this speaks.
 HEADER_BYTES = HEADER.size + 4
-PROTOCOL = 16
+PROTOCOL = 17
 ROLES = {"control": 0, "data": 1, "coordinator": 2, "admin": 3}
 
 

@@ -152,12 +152,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V15 = 15,
     /// Shards say what has changed from one version to another. Jobs have readers, which say what they run.
+    ///
+    /// This program does not speak it any more.
     V16 = 16,
+    /// New weights go to the shards as what they change.
+    V17 = 17,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V16;
+    pub const NEWEST: Protocol = Protocol::V17;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -170,7 +174,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            16 => Ok(Protocol::V16),
+            17 => Ok(Protocol::V17),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

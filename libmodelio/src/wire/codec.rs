@@ -35,7 +35,8 @@ impl Message {
             | Message::Block { .. }
             | Message::BlockAhead { .. }
             | Message::Changes { .. }
-            | Message::ChangesAhead { .. } => 1..=MAX_BLOCK_SIZE,
+            | Message::ChangesAhead { .. }
+            | Message::PushChanges { .. } => 1..=MAX_BLOCK_SIZE,
             Message::Load { what: DataKind::Weights, .. } => 1..=MAX_BLOCK_SIZE,
             Message::Create
             | Message::Registry(RegistryRequest::Put { .. } | RegistryRequest::Restore { .. })

@@ -795,6 +795,21 @@ pub enum Message {
         /// Those that have gone.
         gone: Vec<ReaderId>,
     },
+
+    // -- a client to a shard that has an older version
+    /// Like `Push`, for a block of new weights: what has changed in it, as a patch. Not answered.
+    PushChanges {
+        /// The plan that the block was granted for.
+        plan: PlanId,
+        /// The block, in the model.
+        block: BlockId,
+        /// The version that it changes.
+        base: Version,
+        /// The CRC32C of the block afterwards.
+        crc: u32,
+        /// As in `Push`.
+        ahead: bool,
+    },
 }
 
 /// What a reader does.

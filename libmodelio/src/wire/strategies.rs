@@ -752,6 +752,15 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
                 gone,
             })
             .boxed(),
+        (id64(PlanId), block(), id64(Version), any::<(u32, bool)>())
+            .prop_map(|(plan, block, base, (crc, ahead))| Message::PushChanges {
+                plan,
+                block,
+                base,
+                crc,
+                ahead,
+            })
+            .boxed(),
     ]
 }
 

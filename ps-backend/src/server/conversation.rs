@@ -498,11 +498,15 @@ impl Data {
             return Ok(take);
         }
         match &received.message {
-            Message::Push { .. } => {
+            Message::Push { .. } | Message::PushChanges { .. } => {
                 let push = self.partition.push(received)?;
                 let reserved = self.partition.reserve(&mut self.sender, push, Room::Stream)?;
                 self.rouse_at = self.sender.until(Instant::now());
+                let is_patch = matches!(received.message, Message::PushChanges { .. });
                 return Ok(match reserved {
+                    Reserved::Ready(reservation) if is_patch && !reservation.is_of_weights() => {
+                        return Err(Refusal::other("only new weights come as what they change"));
+                    }
                     Reserved::Ready(reservation) => {
                         let target = self.reservation.insert(reservation).target();
                         target.map_or(Take::Buffered, Take::Into)
@@ -602,7 +606,12 @@ impl Conversation for Peer {
                         let len = received.header.payload_len() as usize;
                         data.partition.store().tally().copied(Flow::Push, len);
                     }
-                    reservation.complete(bytes, || true)
+                    match received.message {
+                        Message::PushChanges { base, crc, .. } => {
+                            reservation.complete_changes((base, crc), bytes)
+                        }
+                        _ => reservation.complete(bytes, || true),
+                    }
                 }
                 None => Ok(()),
             },

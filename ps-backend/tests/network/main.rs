@@ -15,6 +15,7 @@ mod patched;
 mod payload;
 mod pinned;
 mod publishing;
+mod pushed_changes;
 mod raw;
 mod rdma;
 mod scripted_shard;

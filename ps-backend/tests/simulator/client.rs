@@ -200,7 +200,7 @@ impl World {
 
     pub fn client_event(&mut self, index: usize, event: ClientEvent) {
         match event {
-            ClientEvent::Pushed { to, epoch, push: Push { plan, block, ahead }, keys, lent } => {
+            ClientEvent::Pushed { to, epoch, push: Push { plan, block, ahead, .. }, keys, lent } => {
                 // Nobody listens any more where the model was.
                 let Some(Some(partition)) = self.clients[index].partition_of(&self.courses, to) else {
                     return;

@@ -92,6 +92,8 @@ pub struct Push {
     pub block: BlockId,
     /// Whether the plan is still provisional.
     pub ahead: bool,
+    /// The block was sent before, perhaps in vain.
+    pub again: bool,
 }
 
 /// A block that its learner has just staged.
@@ -569,10 +571,11 @@ impl ClientCore {
             sending.at = 0;
         };
         sending.todo.set(block, false);
-        outgoing.sent.insert(block);
+        let again = outgoing.sent.put(block);
         sending.at = block + 1;
         sending.moved = now;
-        Some(Push { plan: outgoing.plan, block: BlockId(block as u32), ahead: outgoing.is_provisional() })
+        let (plan, ahead) = (outgoing.plan, outgoing.is_provisional());
+        Some(Push { plan, block: BlockId(block as u32), ahead, again })
     }
 
     /// A contribution of `learner` holds NaN or Inf, and the job refuses those. The coordinator must know.

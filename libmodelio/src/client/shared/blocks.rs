@@ -7,6 +7,9 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::MutexGuard;
 
+use crate::bytes::block::span;
+use crate::bytes::changes::Changed;
+use crate::bytes::crc32c::crc32c;
 use crate::bytes::mmap::Mapping;
 use crate::client::core::{PULL_BLOCKS, Push};
 use crate::client::patching::{NotPatched, Patched, Patching};
@@ -22,6 +25,29 @@ use crate::transport::tally::Flow;
 use crate::vocabulary::coding::Form;
 use crate::vocabulary::ids::{BlockId, PlanId, Version};
 use crate::wire::{Granted, Message};
+
+/// What the path of a block can do.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::client) struct Ways {
+    /// Blocks may be coded.
+    pub(in crate::client) codes: bool,
+    /// Of new weights, what has changed may go alone.
+    pub(in crate::client) patches: bool,
+}
+
+impl Ways {
+    /// Blocks go in full.
+    pub(in crate::client) const FULL: Ways = Ways { codes: false, patches: false };
+}
+
+/// What the payload of a block is.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::client) enum SentAs {
+    /// All of it.
+    Whole(Form),
+    /// What has changed in the block of this version, which has this checksum then.
+    Changes { base: Version, crc: u32 },
+}
 
 /// The most blocks that one connection may have asked for. A shard takes this many requests, even if each asks for
 /// one block.
@@ -96,13 +122,18 @@ impl Shared {
         let frame = |message, payload| Outgoing { message, request: 0, epoch: route.epoch(), payload };
         // The map in force numbers the partitions.
         while inner.peers.is_in_force(route)
-            && let Some(Push { plan, block, ahead }) = inner.core.next_push(route.partition, now)
+            && let Some(Push { plan, block, ahead, again }) = inner.core.next_push(route.partition, now)
         {
             inner.observed.sent(plan, now);
             let (began, shard) = (self.timeline.moment(), inner.core.shards()[route.partition]);
-            if let Some((form, piece)) = self.push(inner, plan, block, true)? {
+            let ways = Ways { codes: true, patches: !again };
+            if let Some((sent, piece)) = self.push(inner, plan, block, ways)? {
                 self.timeline.sent(began, plan, block, shard);
-                return Some((frame(Message::Push { plan, block, form, ahead }, Some(piece)), 0));
+                let message = match sent {
+                    SentAs::Whole(form) => Message::Push { plan, block, form, ahead },
+                    SentAs::Changes { base, crc } => Message::PushChanges { plan, block, base, crc, ahead },
+                };
+                return Some((frame(message, Some(piece)), 0));
             }
             inner = self.inner.lock();
         }
@@ -179,26 +210,34 @@ impl Shared {
         Some((Outgoing { epoch: route.epoch(), ..Outgoing::new(0, message) }, asked))
     }
 
-    /// The payload of a block of the plan under way, and its form, which is coded only where the path `codes`. The
-    /// bytes are read without the lock. `Some(None)` if this client has refused the plan.
+    /// The payload of a block of the plan under way, and what it is. The bytes are read without the lock. `Some(None)`
+    /// if this client has refused the plan.
     pub(in crate::client) fn push(
         &self,
         mut inner: MutexGuard<'_, Inner>,
         plan: PlanId,
         block: BlockId,
-        codes: bool,
-    ) -> Option<Option<(Form, LentPayload)>> {
+        ways: Ways,
+    ) -> Option<Option<(SentAs, LentPayload)>> {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
         let Payload { sources, steady, learners, replaces, written, coding, .. } =
             inner.payloads.granted(&inner.core, block)?;
-        let coding = coding.filter(|_| codes);
+        let coding = coding.filter(|_| ways.codes);
         let coding = coding.and_then(|coding| self.codes(&mut inner, plan, block, coding, sources.len()));
+        // Only new weights have no learner.
+        let base = (ways.patches && learners.is_empty()).then(|| self.hold_base(&mut inner)).flatten();
         // A steady source is sent from where it lies. Others could change between the checksum and the kernel's copy,
         // so they are copied here.
         if let ([source], true, None) = (&sources[..], steady, &coding) {
             let memory = Arc::clone(source.memory());
             drop(inner);
+            // SAFETY: as below.
+            if let Some(patch) =
+                base.and_then(|base| base.patch(block, unsafe { memory.bytes(span.clone()) }))
+            {
+                return Some(Some(patch));
+            }
             self.accounts.tally.moved(Flow::Push, span.len());
             // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
             // elsewhere if this one's plan was dropped ([`crate::client::Job::take_strays`]).
@@ -206,7 +245,7 @@ impl Shared {
                 let bytes = memory.bytes(span);
                 LentPayload::new(bytes, self.options.checksum.of(bytes), Arc::clone(&memory) as Guard)
             };
-            return Some(Some((Form::Plain, piece)));
+            return Some(Some((SentAs::Whole(Form::Plain), piece)));
         }
         // What is wrong with a published block of a disk, the shard says.
         let of_disk = |(_, granted): (PlanId, &Granted)| matches!(granted, Granted::Weights(_));
@@ -231,6 +270,11 @@ impl Shared {
         }
         match summed {
             Ok(form) => {
+                if let Some(patch) = base.and_then(|base| base.patch(block, &out)) {
+                    self.accounts.tally.copied(Flow::Push, out.len());
+                    self.inner.lock().payloads.spare.push(out);
+                    return Some(Some(patch));
+                }
                 self.accounts.tally.moved(Flow::Push, out.len());
                 // Of a coded block, what is not reduced is copied.
                 let count = if coding.is_some() { 2 } else { payloads.len() };
@@ -239,7 +283,7 @@ impl Shared {
                 let crc = self.options.checksum.of(&pooled.bytes);
                 // SAFETY: nobody writes the vector while the guard lives.
                 let piece = unsafe { LentPayload::new(&pooled.bytes, crc, Arc::clone(&pooled) as Guard) };
-                Some(Some((form, piece)))
+                Some(Some((SentAs::Whole(form), piece)))
             }
             Err(NotCoded::Over) => {
                 self.inner.lock().payloads.spare.push(out);
@@ -259,6 +303,15 @@ impl Shared {
         }
     }
 
+    /// The newest version that is shown here, if new weights may go as what they change in it. The shards have it, too.
+    fn hold_base(&self, inner: &mut Inner) -> Option<Base<'_>> {
+        let controls = &inner.core.state().controls;
+        let (version, shown) = inner.versions.newest().filter(|_| controls.delta)?;
+        let memory = Arc::clone(shown.buffer.memory());
+        inner.versions.pin(version);
+        Some(Base { version, memory, home: self })
+    }
+
     /// Whether a plan is still under way. It is checked after contributions were read for it: a lent contribution may
     /// have ended meanwhile, and then its memory may hold other data.
     pub(in crate::client) fn still_sends(&self, plan: PlanId) -> bool {
@@ -268,7 +321,7 @@ impl Shared {
     }
 
     /// The memory that the client pulls into.
-    pub(in crate::client) fn back_buffer(&self) -> Option<Arc<crate::bytes::mmap::Mapping>> {
+    pub(in crate::client) fn back_buffer(&self) -> Option<Arc<Mapping>> {
         let mut inner = self.inner.lock();
         let (retain, max) = inner.bounds();
         let back = inner.versions.back(retain, max).ok().flatten();
@@ -371,6 +424,34 @@ impl Shared {
             Target::new(start, len, memory as Guard)
         };
         Some((target, patching))
+    }
+}
+
+/// The version that new weights change. It is pinned.
+struct Base<'a> {
+    version: Version,
+    memory: Arc<Mapping>,
+    home: &'a Shared,
+}
+
+impl Base<'_> {
+    /// The patch that makes a block of the new weights, if that is shorter than the block.
+    fn patch(self, block: BlockId, new: &[u8]) -> Option<(SentAs, LentPayload)> {
+        let (home, layout) = (self.home, &self.home.layout);
+        // SAFETY: the version is pinned, and one that is shown does not change.
+        let old = unsafe { self.memory.bytes(span(&layout.block_bytes(block))) };
+        let mut patch = Vec::new();
+        let is_shorter = Changed::between(old, new, layout.unit(block)).patch(new, &mut patch);
+        is_shorter.then(|| {
+            home.accounts.tally.moved(Flow::Push, patch.len());
+            (SentAs::Changes { base: self.version, crc: crc32c(new) }, LentPayload::owned(patch))
+        })
+    }
+}
+
+impl Drop for Base<'_> {
+    fn drop(&mut self) {
+        self.home.unpin(self.version, 1);
     }
 }
 

@@ -6,16 +6,19 @@
 
 mod kept;
 
+use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+use libmodelio::bytes::changes::Changed;
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::local::Pushed;
 use libmodelio::transport::stream::{Close, Guard, Target};
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::coding::Form;
-use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
+use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::vocabulary::ranges;
 use libmodelio::wire::{Message, Received, Refusal, Work};
 use smallvec::SmallVec;
@@ -129,6 +132,8 @@ pub(in crate::server) struct Reservation {
     target: Option<store::Target>,
     /// Whether a connection waits for the payload.
     comes: bool,
+    /// The bytes that have not come, because only what has changed has.
+    saved: usize,
     /// The clients whose payloads are reduced in one pass, if some were kept.
     together: SmallVec<[ClientId; 4]>,
 }
@@ -157,14 +162,19 @@ impl Partition {
     pub(in crate::server) fn push(&self, received: &Received) -> Result<Push, Refusal> {
         let (plan, block, form, ahead) = match received.message {
             Message::Push { plan, block, form, ahead } => (plan, block, form, ahead),
+            Message::PushChanges { plan, block, ahead, .. } => (plan, block, Form::Plain, ahead),
             Message::PushAt { plan, block, wide, ahead, .. }
             | Message::PushIn { plan, block, wide, ahead, .. } => (plan, block, Form::full(wide), ahead),
             _ => return Err(Refusal::Role { what: received.message.name().to_owned() }),
         };
         let push = self.push_of(plan, block, form, ahead)?;
-        let comes = matches!(received.message, Message::Push { .. });
-        let fits = received.expect_payload(if comes { push.len as u32 } else { 0 });
-        fits.map_err(|error| error.to_refusal())?;
+        let wanted = match received.message {
+            Message::Push { .. } => push.len as u32,
+            // Patches that are no shorter than the block are not sent.
+            Message::PushChanges { .. } => received.header.payload_len().min(push.len as u32),
+            _ => 0,
+        };
+        received.expect_payload(wanted).map_err(|error| error.to_refusal())?;
         Ok(push)
     }
 
@@ -230,7 +240,7 @@ impl Partition {
         let counts = self.counts(&state, client, block);
         let (partition, job, together) = (Arc::clone(self), Some(job), SmallVec::new());
         let reservation =
-            Reservation { partition, client, push, place, counts, job, target, comes, together };
+            Reservation { partition, client, push, place, counts, job, target, comes, saved: 0, together };
         Ok(Reserved::Ready(reservation))
     }
 
@@ -352,6 +362,40 @@ impl Reservation {
         self.complete_with(&[input], true, stands).map(drop).map_err(Refusal::other)
     }
 
+    /// Whether the payload is of new weights. Only they can come as what they change.
+    pub(in crate::server) fn is_of_weights(&self) -> bool {
+        self.job.as_ref().is_some_and(|job| matches!(job.work(), Work::Assign { .. }))
+    }
+
+    /// Like [`Self::complete`], for what new weights change in the block of version `base`: all of the block has the
+    /// checksum `crc` then. A block that cannot be made here can come again.
+    pub(in crate::server) fn complete_changes(
+        mut self,
+        (base, crc): (Version, u32),
+        patch: &[u8],
+    ) -> Result<(), Refusal> {
+        thread_local!(static MADE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) });
+        let Push { block, plan, .. } = self.push;
+        let Some(old) = self.partition.store.version(base) else {
+            tracing::debug!(model = %self.partition.model, %plan, %block, %base, "changes of a version that is not here");
+            return Ok(());
+        };
+        MADE.with_borrow_mut(|made| {
+            made.clear();
+            made.extend_from_slice(old.block(block));
+            drop(old);
+            if let Err(why) = Changed::apply(patch, made) {
+                return Err(Refusal::other(why));
+            }
+            if crc32c(made) != crc {
+                tracing::warn!(model = %self.partition.model, %plan, %block, %base, "changes have not made the client's block, so it comes on the whole");
+                return Ok(());
+            }
+            self.saved = made.len() - patch.len().min(made.len());
+            self.complete(made, || true)
+        })
+    }
+
     /// Like [`Self::complete`], for several payloads, which are added in their order. If one holds NaN or Inf and
     /// that is not reported to the coordinator (`is_reported`), the block can come again.
     pub(super) fn complete_with(
@@ -424,8 +468,8 @@ impl Reservation {
             ..*input
         });
         let inputs: SmallVec<[BlockInput<'_>; INLINE]> = inputs.collect();
-        let moved = inputs.iter().map(|input| input.payload.bytes().len()).sum();
-        self.partition.store.tally().moved(Flow::Push, moved);
+        let moved: usize = inputs.iter().map(|input| input.payload.bytes().len()).sum();
+        self.partition.store.tally().moved(Flow::Push, moved - self.saved);
         match self.place.last {
             true => job.finish_all(self.push.block, &inputs),
             false => job.add_all(self.push.block, &inputs),

@@ -103,7 +103,7 @@ impl Shared {
         loop {
             let mut inner = self.inner.lock();
             let now = self.now();
-            let Some(Push { plan, block, ahead }) = inner.core.next_push(ALL, now) else {
+            let Some(Push { plan, block, ahead, .. }) = inner.core.next_push(ALL, now) else {
                 inner.pumps.at_work -= 1;
                 return;
             };

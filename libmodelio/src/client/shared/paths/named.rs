@@ -21,6 +21,7 @@ use crate::client::payloads::sum;
 use crate::client::peers::fallback::FastPath;
 use crate::client::peers::peer::EndOfLoan;
 use crate::client::shared::Inner;
+use crate::client::shared::blocks::{SentAs, Ways};
 use crate::transport::frames::Outgoing;
 use crate::transport::shm;
 use crate::transport::stream::Close;
@@ -224,8 +225,9 @@ impl<M: PeerMemory> Named<M> {
         &mut self,
         to: &Connection,
         inner: MutexGuard<'_, Inner>,
-        Push { plan, block, ahead }: Push,
+        push: Push,
     ) -> Outcome {
+        let Push { plan, block, ahead, .. } = push;
         let Some(payload) = inner.payloads.granted(&inner.core, block).filter(|payload| payload.plan == plan)
         else {
             return Outcome::Dropped;
@@ -285,7 +287,7 @@ impl<M: PeerMemory> Named<M> {
             Ok(region) => region,
             Err(error) => {
                 self.slots = Some(slots);
-                return self.send_by_ring(to, Push { plan, block, ahead }, &error);
+                return self.send_by_ring(to, push, &error);
             }
         };
         let Some(slot) = slots.free.pop() else {
@@ -328,15 +330,14 @@ impl<M: PeerMemory> Named<M> {
 
     /// Sends a block through the connection's ring, because the shard cannot reach memory for it.
     fn send_by_ring(&mut self, to: &Connection, push: Push, why: &str) -> Outcome {
-        let Push { plan, block, ahead } = push;
+        let Push { plan, block, ahead, .. } = push;
         let shared = &to.shared;
         if !std::mem::replace(&mut self.said, true) {
             let (model, address) = (&shared.model, to.route.address());
             tracing::warn!(%model, address, "contributions are sent, for their memory cannot be shared: {why}");
         }
-        let Some(Some((form, piece))) = shared.push(shared.inner.lock(), plan, block, false) else {
-            return Outcome::Dropped;
-        };
+        let pushed = shared.push(shared.inner.lock(), plan, block, Ways::FULL);
+        let Some(Some((SentAs::Whole(form), piece))) = pushed else { return Outcome::Dropped };
         shared.accounts.tally.copied(Flow::Push, piece.len());
         let push = Outgoing::new(0, Message::Push { plan, block, form, ahead });
         self.ready.push_back(Outgoing { epoch: to.route.epoch(), payload: Some(piece), ..push });

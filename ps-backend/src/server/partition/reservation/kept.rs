@@ -78,7 +78,7 @@ impl Partition {
         let push = Push { plan, block, form: Form::Plain, ahead: false, len: 0 };
         let (job, target, comes, together) = (Some(job), None, false, SmallVec::new());
         let reservation =
-            Reservation { partition, client, push, place, counts, job, target, comes, together };
+            Reservation { partition, client, push, place, counts, job, target, comes, saved: 0, together };
         if let Some(KeptPayload { lent, .. }) = kept
             && let Err(error) = reservation.complete_lent(&lent)
         {
