@@ -14,7 +14,7 @@ HEADER = struct.Struct("<2sHIIIQQI")  # Without its own checksum.
 # What this speaks.
 HEADER_BYTES = HEADER.size + 4
 PROTOCOL = 17
-ROLES = {"control": 0, "data": 1, "coordinator": 2, "admin": 3}
+ROLES = {"control": 0, "data": 1, "coordinator": 2, "admin": 3, "relay": 4}
 
 
 def _numbers(what):

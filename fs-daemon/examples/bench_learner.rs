@@ -182,6 +182,7 @@ impl Job {
             patience: DEADLINE,
             rdma: options.rdma(),
             registry: Some(registry),
+            ..usual
         };
         let client = client::Job::connect(&record, &shards, client)?;
         let size = layout.size() as usize;

@@ -173,7 +173,7 @@ impl UpConfig {
         let UpArgs { blank, settings, name, state, mounting, .. } = merged(layers)?;
         let controls = settings.controls(layers)?;
         let (device, state) = state.checked()?;
-        let mounting = mounting.at(layers, UP_MOUNT)?;
+        let mounting = mounting.at(layers, UP_MOUNT, false)?;
         let usage = "name safetensors files before the mountpoint, or make a blank one with --size 1GiB";
         let sources = blank.sources(layers, "models", usage)?;
         if sources.len() > MAX_MODELS {

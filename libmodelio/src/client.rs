@@ -9,10 +9,11 @@
 //! | `memory` | accounts of memory |
 //! | `lifetime` | the keeper's alarm, and the end |
 //! | `observed` | what is noted for the status, metrics and traces |
-//! | `shared` | lock, clock and memory around the core; within: deadlines, opening connections, the paths of blocks, another block map, blocks on their way (`unsafe`), small models (`unsafe`) |
+//! | `shared` | lock, clock and memory around the core; within: deadlines, opening connections, the paths of blocks, another block map, blocks on their way (`unsafe`), versions for followers (`unsafe`), small models (`unsafe`) |
 //! | `callers` | who waits for an answer |
 //! | `payloads` | contributions and new weights that are sent; within: their sums, their form, what a form has lost |
 //! | `peers` | the coordinator and the shards; within: the routes to them, their connections, fallbacks to TCP |
+//! | `relay` | taking connections of clients that pull from this one |
 //! | `shards` | where the shards are, and what can be done there |
 //! | `conversation` | the messages on each kind of connection |
 //! | `patching` | pulling what has changed (`unsafe`) |
@@ -30,6 +31,7 @@ mod options;
 mod patching;
 mod payloads;
 mod peers;
+mod relay;
 mod shards;
 mod shared;
 #[cfg(test)]
@@ -38,9 +40,10 @@ mod versions;
 
 pub use self::core::LastCommit;
 pub use commit_notice::CommitNotice;
-pub use job::{ChangesError, Job, JobStatus, ShardView, VersionView, wait_for};
+pub use job::{ChangesError, Job, JobStatus, RelayView, ShardView, VersionView, wait_for};
 pub use memory::JobMemory;
 pub use observed::Phases;
 pub use options::{
     Answered, ClientError, ClientOptions, Done, Event, Listener, Opening, SetDone, SetError, TransportChoice,
 };
+pub use relay::RelayPort;

@@ -155,7 +155,7 @@ pub enum Protocol {
     ///
     /// This program does not speak it any more.
     V16 = 16,
-    /// New weights go to the shards as what they change.
+    /// Clients pull versions from each other, as the coordinator says. New weights go to the shards as what they change.
     V17 = 17,
 }
 

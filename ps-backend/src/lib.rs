@@ -11,6 +11,7 @@ pub mod moving;
 pub mod partition;
 pub mod reducers;
 pub mod registry;
+pub mod relays;
 pub mod server;
 pub mod snapshot;
 pub mod state_copies;

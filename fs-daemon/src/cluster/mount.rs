@@ -3,18 +3,22 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use libmodelio::client::{ClientOptions, Job, TransportChoice};
+use libmodelio::client::{ClientOptions, Job, RelayPort, TransportChoice};
 use libmodelio::registry::Registry;
 use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions};
+use libmodelio::transport::tcp::{SocketOptions, bind};
 use libmodelio::vocabulary::ids::ShardId;
 use libmodelio::vocabulary::transport_kind::NO_RDMA;
 use libmodelio::wire::{Fate, HeldPartition, ModelRecord, ShardRecord};
+use ps_backend::server;
 
+use super::shard::listen_address;
 use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::background::Ready;
 use crate::companions;
 use crate::config::MAX_MODELS;
-use crate::config::cluster::MountConfig;
+use crate::config::cluster::{MountConfig, Via, source_towards};
+use crate::config::endpoint::Endpoint;
 use crate::error::{self, Error};
 use crate::memory;
 use crate::serve::{self, Changes, Later, Loaded};
@@ -53,7 +57,7 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
         let reactor = Arc::new(reactor);
         let mut models = Vec::new();
         let (config, complained) = (config.clone(), HashMap::new());
-        let mut found = Found { config, registry, reactor, lives: HashMap::new(), complained };
+        let mut found = Found { config, registry, reactor, relay: None, lives: HashMap::new(), complained };
         for name in &names {
             if models.len() >= MAX_MODELS {
                 return Err(Error::usage(format!("more than {MAX_MODELS} models")));
@@ -79,6 +83,8 @@ struct Found {
     registry: Arc<dyn Registry>,
     /// One set of threads moves the bytes of all models.
     reactor: Arc<Reactor>,
+    /// The end for other mounts, once there is a model.
+    relay: Option<Arc<RelayPort>>,
     /// The life of each model that was shown, by its name.
     lives: HashMap<String, HeldPartition>,
     /// Why models are not shown, as far as that was said.
@@ -88,7 +94,11 @@ struct Found {
 impl Found {
     fn connect(&mut self, record: &ModelRecord, shards: &[ShardRecord]) -> Result<Arc<Model>, Error> {
         let is_first = self.lives.is_empty();
-        let model = connect(record, shards, (&self.registry, &self.reactor), is_first, &self.config)?;
+        if is_first {
+            self.relay = relay(&self.config, &self.reactor, record, shards)?;
+        }
+        let (registry, reactor, relay) = (&self.registry, &self.reactor, &self.relay);
+        let model = connect(record, shards, (registry, reactor, relay), is_first, &self.config)?;
         let ModelRecord { name, generation, epoch, .. } = record;
         let held = HeldPartition { model: name.clone(), generation: *generation, epoch: *epoch };
         self.lives.insert(name.clone(), held);
@@ -156,10 +166,47 @@ impl Later for Found {
     }
 }
 
+/// Listens for other mounts that pull from this one, if they may.
+fn relay(
+    config: &MountConfig,
+    reactor: &Reactor,
+    record: &ModelRecord,
+    shards: &[ShardRecord],
+) -> Result<Option<Arc<RelayPort>>, Error> {
+    if config.via != Some(Via::Auto) && config.via_listen.is_none() {
+        return Ok(None);
+    }
+    let failed = |why: &dyn std::fmt::Display| {
+        Error::new(format!("other mounts cannot pull from this one: {why}"))
+            .hint("name an address of this host: --via-listen HOST:PORT")
+    };
+    let towards = || {
+        let shard = shards.iter().find(|shard| shard.shard == record.coordinator);
+        let shard = shard.ok_or_else(|| failed(&"the registry does not know the model's coordinator"))?;
+        let address = server::resolve(&shard.address).map_err(|why| failed(&why))?;
+        source_towards(&address).map_err(|error| failed(&error))
+    };
+    let listen = match &config.via_listen {
+        Some(listen) => listen.clone(),
+        None => Endpoint { host: towards()?.to_string(), port: 0 },
+    };
+    let options = SocketOptions::default();
+    let bound = bind(listen_address(&listen, config.mounting.insecure)?, &options);
+    let listener = bound.map_err(|error| failed(&format!("{listen}: {error}")))?;
+    let mut address = listener.local_addr().map_err(|error| failed(&error))?;
+    if address.ip().is_unspecified() {
+        address.set_ip(towards()?);
+    }
+    let port = RelayPort::listen(&reactor.handle(), listener, address, config.zone.clone());
+    let port = port.map_err(|error| failed(&error))?;
+    tracing::info!(%address, "other mounts may pull from this one");
+    Ok(Some(port))
+}
+
 fn connect(
     record: &ModelRecord,
     shards: &[ShardRecord],
-    (registry, reactor): (&Arc<dyn Registry>, &Arc<Reactor>),
+    (registry, reactor, relay): (&Arc<dyn Registry>, &Arc<Reactor>, &Option<Arc<RelayPort>>),
     is_first: bool,
     config: &MountConfig,
 ) -> Result<Model, Error> {
@@ -181,6 +228,11 @@ fn connect(
         checksum,
         connections,
         rdma,
+        relay: relay.clone(),
+        via: match &config.via {
+            Some(Via::At(relay)) => Some(relay.to_string()),
+            Some(Via::Auto) | None => None,
+        },
         registry,
         ..ClientOptions::default()
     };

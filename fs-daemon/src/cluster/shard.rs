@@ -20,7 +20,7 @@ use crate::metrics;
 use crate::signals;
 
 /// The address to listen on. One that other hosts reach must be meant to be: the protocol knows no authentication.
-fn listen_address(listen: &Endpoint, insecure: bool) -> Result<SocketAddr, Error> {
+pub(super) fn listen_address(listen: &Endpoint, insecure: bool) -> Result<SocketAddr, Error> {
     let address = server::resolve(&listen.to_string()).map_err(|why| {
         Error::new(format!("cannot listen: {why}")).hint("name an address of this host, or 0.0.0.0 for all")
     })?;

@@ -20,7 +20,7 @@ use ps_backend::server::RdmaUse;
 use ps_backend::state_copies::StateCopies;
 use strum::VariantNames;
 
-use super::endpoint::{DEFAULT_PORT, Endpoint, METRICS_PORT};
+use super::endpoint::{DEFAULT_PORT, Endpoint, METRICS_PORT, RELAY_PORT};
 use super::layer::{merged, options_of, strongest};
 use super::rdma::{RdmaArgs, RdmaListenArgs};
 use super::values::{number, size, switch, whole, word};
@@ -44,6 +44,7 @@ const CREATE_USAGE: &str =
     "load it with --model FILE.safetensors, or make a blank one with --size 1GiB --dtype bf16";
 const LISTEN_USAGE: &str =
     "say where to listen: --listen 10.0.0.1:7070, or --listen 0.0.0.0 for all addresses";
+const VIA_USAGE: &str = "add --via auto";
 const REGISTRY_USAGE: &str =
     "say where the registry is: --registry node1:7070, GRADFS_REGISTRY, or registry in the file";
 
@@ -172,6 +173,17 @@ pub struct MountArgs {
     /// Connections for blocks to each shard, 1 to 16; with RDMA, queue pairs
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = whole(1..=MAX_CONNECTIONS, CONNECTIONS))]
     connections: usize,
+    /// Pull versions from other mounts in place of shards: auto for those that the model's coordinator names, which pull
+    /// from this one in turn; or by the one at an address, with the port of its --via-listen [default: none; port 7071]
+    #[arg(long, value_name = "auto|ADDR", value_hint = ValueHint::Hostname, value_parser = via)]
+    via: Option<Via>,
+    /// Where other mounts pull from this one, as host:port [default with --via auto: a free port of the address by which
+    /// it reaches the model's coordinator]
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = |text: &str| Endpoint::parse(text, RELAY_PORT))]
+    via_listen: Option<Endpoint>,
+    /// With --via auto: the zone of this host. Mounts of one zone pull from each other where they can
+    #[arg(long, value_name = "NAME", value_parser = zone)]
+    zone: Option<String>,
     #[command(flatten)]
     sockets: SocketArgs,
     #[command(flatten)]
@@ -317,6 +329,21 @@ pub struct MountConfig {
     pub io: Choice,
     /// How RDMA is used, where it is.
     pub rdma: RdmaOptions,
+    /// The mounts that versions are pulled from in place of shards.
+    pub via: Option<Via>,
+    /// The address where other mounts pull from this one, if it is named.
+    pub via_listen: Option<Endpoint>,
+    /// The zone of this host.
+    pub zone: String,
+}
+
+/// The mounts that a mount pulls from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Via {
+    /// Those that the coordinators of its models name.
+    Auto,
+    /// This one.
+    At(Endpoint),
 }
 
 /// Everything `gradfs status` needs to know.
@@ -518,8 +545,23 @@ impl MountConfig {
             let message = format!("{} models are more than a mount shows ({MAX_MODELS})", models.len());
             return Err(Error::usage(message).hint("mount them in several places"));
         }
+        let is_auto = args.via == Some(Via::Auto);
+        for (option, has, needs) in [
+            ("via_listen", args.via_listen.is_some(), args.via.is_some()),
+            ("zone", args.zone.is_some(), is_auto),
+        ] {
+            if has && !needs {
+                return Err(
+                    Error::usage(format!("{option} is of mounts that pull from each other")).hint(VIA_USAGE)
+                );
+            }
+        }
+        let listens = is_auto || args.via_listen.is_some();
         Ok(MountConfig {
-            mounting: args.mounting.at(layers, MOUNT_USAGE)?,
+            mounting: args.mounting.at(layers, MOUNT_USAGE, listens)?,
+            via: args.via,
+            via_listen: args.via_listen,
+            zone: args.zone.unwrap_or_default(),
             models,
             registry: needed(args.common.registry, "registry", REGISTRY_USAGE)?,
             transport: args.transport,
@@ -625,15 +667,38 @@ fn is_name(path: &Path) -> bool {
     path.components().count() == 1 && path.file_name() == Some(path.as_os_str())
 }
 
-/// Whether `address` is one of this host's: packets to such an address also come from it. Sends nothing.
-fn is_of_this_host(address: &SocketAddr) -> bool {
+fn via(text: &str) -> Result<Via, Error> {
+    match text {
+        "auto" => Ok(Via::Auto),
+        text => Endpoint::reached(text, RELAY_PORT, true).map(Via::At),
+    }
+}
+
+fn zone(text: &str) -> Result<String, Error> {
+    const MAX_ZONE: usize = 64;
+    if (1..=MAX_ZONE).contains(&text.len()) && text.chars().all(|c| c.is_ascii_graphic()) {
+        return Ok(text.to_owned());
+    }
+    Err(Error::usage(format!("{text:?} is no zone"))
+        .hint(format!("name it by 1 to {MAX_ZONE} letters and digits")))
+}
+
+/// The address of this host that packets to `address` come from. Sends nothing.
+///
+/// # Errors
+/// The system's, if none do.
+pub fn source_towards(address: &SocketAddr) -> std::io::Result<IpAddr> {
     let any: IpAddr =
         if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    let source = UdpSocket::bind((any, 0)).and_then(|socket| {
-        socket.connect(address)?;
-        socket.local_addr()
-    });
-    address.ip().is_loopback() || source.is_ok_and(|source| source.ip() == address.ip())
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect(address)?;
+    Ok(socket.local_addr()?.ip())
+}
+
+/// Whether `address` is one of this host's: packets to such an address also come from it.
+fn is_of_this_host(address: &SocketAddr) -> bool {
+    let source = source_towards(address);
+    address.ip().is_loopback() || source.is_ok_and(|source| source == address.ip())
 }
 
 fn model_name(origin: &str, name: &str) -> Result<String, Error> {

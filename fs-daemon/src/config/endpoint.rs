@@ -13,6 +13,9 @@ pub const DEFAULT_PORT: u16 = 7070;
 /// The port of metrics, which exporters for Prometheus use by custom.
 pub const METRICS_PORT: u16 = 9464;
 
+/// The port of mounts that other mounts pull from.
+pub const RELAY_PORT: u16 = 7071;
+
 /// The port of NBD.
 pub const NBD_PORT: u16 = 10809;
 

@@ -39,7 +39,8 @@ pub struct Mounting {
     /// Serve the models as network block devices here: a path of a Unix socket, or host:port on loopback [default: none; port 10809]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::AnyPath, value_parser = nbd_address)]
     pub nbd: Option<NbdAddress>,
-    /// Let everybody who reaches the address of --nbd read and write the models, from other hosts, too
+    /// Let everybody who reaches the address of --nbd read and write the models, from other hosts, too; and of a mount's
+    /// --via-listen read them
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false", hide_default_value = true, action = ArgAction::Set, value_parser = switch)]
     pub insecure: bool,
 }
@@ -79,8 +80,8 @@ fn nbd_address(text: &str) -> Result<NbdAddress, Error> {
 }
 
 impl Mounting {
-    /// This at the directory that `layers` name; `usage` says how it is given.
-    pub fn at(self, layers: &[Layer], usage: &str) -> Result<Mounting, Error> {
+    /// This at the directory that `layers` name; `usage` says how it is given. Other mounts pull from one that `listens`.
+    pub fn at(self, layers: &[Layer], usage: &str, listens: bool) -> Result<Mounting, Error> {
         let path =
             strongest(layers, "mount").and_then(|(_, values)| values.last()).filter(|path| !path.is_empty());
         let path = Path::new(path.ok_or_else(|| Error::usage("no mountpoint is given").hint(usage))?);
@@ -91,9 +92,9 @@ impl Mounting {
         // A file or an environment has it for the shards of this host. It opens nothing of a mount.
         let is_flag = strongest(layers, "insecure").is_some_and(|(origin, _)| origin.starts_with("--"));
         let insecure = self.insecure && is_flag;
-        if insecure && self.nbd.is_none() {
+        if insecure && self.nbd.is_none() && !listens {
             return Err(Error::usage(
-                "insecure opens the address of nbd to other hosts, and there is no nbd",
+                "insecure opens the addresses of nbd and via to other hosts, and there is neither",
             ));
         }
         Ok(Mounting { mountpoint: path.to_owned(), insecure, ..self })

@@ -201,6 +201,16 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         (value["push_gb_per_s"], value["pull_gb_per_s"]) =
             (json!(round(push / 1e9)), json!(round(pull / 1e9)));
     }
+    if let Some(via) = model.job.relays() {
+        value["via"] = json!({
+            "relay": via.relay,
+            "connected": via.connected,
+            "listens": via.listens,
+            "followers": via.followers,
+            "relayed_bytes": via.relayed_bytes,
+            "blocks_from_shards_instead": via.replaced_blocks,
+        });
+    }
     if let Some(payload) = model.job.payload() {
         value["payload"] = json!(payload);
     }

@@ -116,6 +116,17 @@ fn add_traffic(page: &mut Page, model: &Model) {
     if let Some(payloads) = model.job.payload() {
         page.payload(name, &payloads);
     }
+    if let Some(via) = model.job.relays() {
+        let of_model = &[("model", name)];
+        let help = "1 if versions are pulled from another mount at the moment.";
+        page.gauge("gradfs_relay_connected", help, of_model, f64::from(via.connected));
+        let help = "Connections by which other mounts pull from this one.";
+        page.gauge("gradfs_relay_followers", help, of_model, via.followers.len() as f64);
+        let help = "Payload that was sent to other mounts.";
+        page.counter("gradfs_relayed_bytes_total", help, of_model, via.relayed_bytes as f64);
+        let help = "Blocks that were pulled from shards, because another mount did not send them.";
+        page.counter("gradfs_relay_replaced_blocks_total", help, of_model, via.replaced_blocks as f64);
+    }
     let (push, pull) = model.times.rates(&model.job).unzip();
     for (direction, rate) in [("push", push), ("pull", pull)] {
         let Some(rate) = rate else { continue };

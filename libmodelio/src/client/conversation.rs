@@ -12,7 +12,7 @@ use crate::transport::frames::{Conversation, Link, Outgoing, Take};
 use crate::transport::stream::{Close, Target};
 use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, Version};
-use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, WireError};
+use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role, WireError};
 
 /// The greeting, the same for all connections of a client.
 struct Greeting {
@@ -233,7 +233,7 @@ impl<P: BlockPath> Conversation for Data<P> {
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
         match &received.message {
-            Message::Moved => return Ok(Take::Buffered),
+            Message::Moved if self.greeting.to.route.role != Role::Relay => return Ok(Take::Buffered),
             // Its length is checked below.
             Message::Block { .. } | Message::BlockAhead { .. } => {}
             Message::Changes { block, .. } | Message::ChangesAhead { block, .. } => {
@@ -298,8 +298,9 @@ impl<P: BlockPath> Conversation for Data<P> {
             _ => {}
         }
         let message = received.message.clone();
-        shared.with_core_by(route, |core, now, actions| {
-            core.from_shard(route.partition, message, now, actions)
+        shared.with_core_by(route, |core, now, actions| match route.role {
+            Role::Relay => core.from_relay(&message, now, actions),
+            _ => core.from_shard(route.partition, message, now, actions),
         })?;
         Ok(Take::Nothing)
     }

@@ -12,7 +12,7 @@
 //! | `view` | the state, for reading |
 //! | `coordination`, `reach`, `readers` | the connection to the coordinator, shards that are out of reach, and the readers of the job |
 //! | `held`, `open_weights` | payload that shards may still need, and new weights that are still being written |
-//! | `pulling`, `following` | blocks from shards, also of a version that is still being made |
+//! | `pulling`, `following`, `relay` | blocks from shards, also of a version that is still being made, or from a relay |
 //! | `waits` | requests that wait for a version |
 //! | `learners`, `pushing` | this client's learners and their steps, and blocks to shards |
 //! | `state` | the job's state, from the coordinator |
@@ -34,6 +34,7 @@ mod pulling;
 mod pushing;
 mod reach;
 mod readers;
+mod relay;
 mod requests;
 mod shards;
 mod state;
@@ -90,6 +91,8 @@ pub enum Action {
     ToShard(PartitionIndex, Message),
     /// There may be something to push to this shard, or to pull from it.
     Wake(PartitionIndex),
+    /// There may be another relay ([`ClientCore::relay_address`]), or something to pull from it.
+    Relay,
     /// The outcome of a request: its answer, or a refusal.
     Answer(Token, Result<Message, Refusal>),
     /// The outcome of [`ClientCore::await_step`].

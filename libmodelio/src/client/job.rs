@@ -49,7 +49,7 @@ use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{LearnerState, Message, ReaderDoes};
 pub use changes::ChangesError;
 pub use requests::wait_for;
-pub use status::{JobStatus, ShardView};
+pub use status::{JobStatus, RelayView, ShardView};
 
 /// A version that is in memory.
 #[derive(Clone, Debug)]

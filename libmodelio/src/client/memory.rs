@@ -1,5 +1,6 @@
 //! Accounts of the memory that a model takes in this process.
 
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
@@ -32,6 +33,8 @@ pub(super) struct Accounts {
     /// Memory that programs write into.
     pub(super) staging: Counted,
     pub(super) of_connections: Counted,
+    /// Payload that was sent to followers.
+    pub(super) relayed: AtomicU64,
 }
 
 impl Accounts {

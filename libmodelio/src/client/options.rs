@@ -6,6 +6,7 @@ use std::time::Duration;
 use strum::{EnumString, VariantNames};
 
 use crate::bytes::region::Region;
+use crate::client::relay::RelayPort;
 use crate::registry::Registry;
 use crate::transport::rdma::RdmaOptions;
 use crate::transport::reactor::{Choice, Reactor};
@@ -59,6 +60,11 @@ pub struct ClientOptions {
     pub rdma: RdmaOptions,
     /// The longest wait for shards and for the first version, when connecting.
     pub patience: Duration,
+    /// Takes the connections of clients that pull from this one. Then it is a relay among those of the model, and pulls
+    /// by the one that the coordinator names, unless `via` says by which.
+    pub relay: Option<Arc<RelayPort>>,
+    /// The address of the relay that versions are pulled by.
+    pub via: Option<String>,
     /// The registry that is asked for the model's place when shards are out of reach. Without it, a client does not
     /// find a model that has moved while no shard was left at the old place.
     pub registry: Option<Arc<dyn Registry>>,
@@ -77,6 +83,8 @@ impl Default for ClientOptions {
             pulls: None,
             rdma: RdmaOptions::default(),
             patience: Duration::from_secs(10),
+            relay: None,
+            via: None,
             registry: None,
         }
     }

@@ -38,9 +38,22 @@ pub(super) enum NotPatched {
 
 /// What a version has changed in the one that was shown before.
 #[derive(Debug)]
-struct Step {
+pub(super) struct Step {
     base: Version,
     blocks: Box<[Mutex<Changed>]>,
+}
+
+impl Step {
+    /// The version that was shown before.
+    pub(super) fn base(&self) -> Version {
+        self.base
+    }
+
+    /// The patch that makes these bytes of a block from the version before, if it is shorter than they are.
+    pub(super) fn patch(&self, block: BlockId, bytes: &[u8]) -> Option<Vec<u8>> {
+        let mut patch = Vec::new();
+        self.blocks[block.index()].lock().patch(bytes, &mut patch).then_some(patch)
+    }
 }
 
 /// The filling of a buffer with the next version.
@@ -62,6 +75,11 @@ impl Patching {
     /// The version that is shown meanwhile.
     pub(super) fn base(&self) -> Version {
         self.base
+    }
+
+    /// What the version changes, as far as its blocks have come.
+    pub(super) fn pulled(&self) -> &Arc<Step> {
+        &self.pulled
     }
 
     /// A block is about to be written, as a whole.
@@ -170,6 +188,11 @@ impl Patches {
     /// The filling of the next version's buffer, if it is patched.
     pub(super) fn now(&self) -> Option<&Arc<Patching>> {
         self.now.as_ref()
+    }
+
+    /// What a version that is shown has changed, if that is kept.
+    pub(super) fn step(&self, version: Version) -> Option<&Arc<Step>> {
+        self.steps.get(&version)
     }
 
     /// The buffer is filled beside the shown version `base`, which the caller has pinned. Returns a base that was pinned

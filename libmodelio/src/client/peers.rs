@@ -32,6 +32,10 @@ pub(super) struct Peers {
     pub(super) inquiry: Inquiry,
     pub(super) unconfirmed: Option<Unconfirmed>,
     pub(super) late: WaitedFor,
+    /// The relay, and its address if there is one.
+    pub(super) relay: (Option<Arc<str>>, Peer),
+    /// Connections of followers that wait for blocks.
+    followers: Vec<Link>,
 }
 
 impl Peers {
@@ -42,6 +46,8 @@ impl Peers {
             inquiry: Inquiry::default(),
             unconfirmed: None,
             late: WaitedFor::default(),
+            relay: (None, Peer::new(false)),
+            followers: Vec::new(),
             routes: Arc::new(routes),
         }
     }
@@ -54,12 +60,34 @@ impl Peers {
         let coordinator = std::mem::replace(&mut self.coordinator, Peer::new(false));
         let links = partitions.iter().chain([&coordinator]).flat_map(|peer| &peer.links);
         links.for_each(|link| link.close(overtaken()));
+        self.pulls_by(None);
         before
+    }
+
+    /// The relay is at this address from now on. Connections to another one are told to end.
+    pub(super) fn pulls_by(&mut self, address: Option<&Arc<str>>) {
+        if self.relay.0.as_ref() == address {
+            return;
+        }
+        let (_, before) = std::mem::replace(&mut self.relay, (address.cloned(), Peer::new(false)));
+        before.links.iter().for_each(|link| link.close(Close::Asked("another relay takes its place".into())));
+    }
+
+    /// A follower's connection is to be woken when there may be a block for it.
+    pub(super) fn follower_waits(&mut self, link: &Link) {
+        if !self.followers.iter().any(|other| other.is(link)) {
+            self.followers.push(link.clone());
+        }
+    }
+
+    /// There may be a block for followers.
+    pub(super) fn wake_followers(&mut self) {
+        self.followers.drain(..).for_each(|link| link.wake());
     }
 
     /// Whether a route belongs to the block map in force.
     pub(super) fn is_in_force(&self, route: &Route) -> bool {
-        Arc::ptr_eq(&self.routes, &route.routes)
+        Arc::ptr_eq(&self.routes, &route.routes) && (route.role != Role::Relay || self.relay.0 == route.relay)
     }
 
     /// # Errors
@@ -72,6 +100,7 @@ impl Peers {
     pub(super) fn peer(&mut self, route: &Route) -> &mut Peer {
         match route.role {
             Role::Control => &mut self.coordinator,
+            Role::Relay => &mut self.relay.1,
             _ => &mut self.partitions[route.partition],
         }
     }

@@ -10,6 +10,7 @@ mod connections;
 mod keeper;
 mod paths;
 mod redirect;
+mod relaying;
 mod small;
 
 use std::sync::{Arc, Weak};
@@ -295,10 +296,13 @@ impl Shared {
         self.lifetime.stops();
         let threads = {
             let inner = self.inner.lock();
-            let links = inner.peers.all().flat_map(|peer| &peer.links);
+            let links = inner.peers.all().chain([&inner.peers.relay.1]).flat_map(|peer| &peer.links);
             links.for_each(|link| link.close(Close::ShutDown));
             Arc::clone(&inner.peers.routes.threads)
         };
+        if let Some(relay) = &self.options.relay {
+            relay.ends(&self.model, self.record.generation);
+        }
         // Their threads end soon.
         let _ = threads.shut_down(Duration::ZERO);
         self.dismiss();
@@ -410,6 +414,7 @@ impl Shared {
         after.gives_back = true;
         let now = self.now();
         inner.observed.shown(version, is_pulled, now);
+        inner.peers.wake_followers();
         inner.core.shown(version, now, more);
         after.events.push(Event::Published(version));
     }
@@ -445,6 +450,14 @@ impl Shared {
                 }
                 None => inner.peers.wake(partition),
             },
+            Action::Relay => {
+                if inner.peers.relay.0.as_ref() != inner.core.relay_address() {
+                    // The keeper connects to the other one.
+                    inner.peers.pulls_by(None);
+                    self.lifetime.rouse();
+                }
+                inner.peers.relay.1.links.iter().for_each(Link::wake);
+            }
             Action::Answer(token, result) => {
                 after.answers.answer(&mut inner.callers, token, result);
             }

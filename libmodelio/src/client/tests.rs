@@ -12,6 +12,7 @@ mod moves;
 mod open_weights;
 mod reach;
 mod readers;
+mod relay;
 mod shortage;
 
 use std::time::Duration;

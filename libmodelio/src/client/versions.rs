@@ -4,6 +4,8 @@
 //! Until a buffer is published, it belongs to the thread that pulls or writes into it. Afterwards nobody writes it
 //! before it is recycled, which waits for its pins.
 
+mod lent;
+
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,6 +20,8 @@ use crate::bytes::surplus::Surplus;
 use crate::client::patching::{Patches, Patching};
 use crate::vocabulary::ids::{BlockId, Version};
 use crate::vocabulary::meta::Meta;
+
+pub(super) use lent::Lent;
 
 /// A version that the client shows.
 #[derive(Clone)]
@@ -36,7 +40,7 @@ pub(super) struct Shown {
     mapped: u64,
     /// Keeps the buffer, if it is the shard's own.
     hold: Option<Arc<dyn Any + Send + Sync>>,
-    /// The client has sent the buffer. Connections may read it for a while after that.
+    /// The client has sent the buffer, or lent it to followers. Connections may read it for a while after that.
     is_sent: bool,
 }
 
@@ -95,6 +99,8 @@ pub(super) struct Versions {
     kept: Option<(Region, u32)>,
     /// The buffer that is being pulled into.
     back: Option<Region>,
+    /// Connections may read it.
+    back_is_sent: bool,
     /// How that is done where what has changed is pulled.
     patches: Patches,
     /// A spare buffer is being taken.
@@ -117,6 +123,7 @@ impl Versions {
             lent: Vec::new(),
             kept: None,
             back: None,
+            back_is_sent: false,
             patches: Patches::default(),
             coming: false,
             spare_failed: false,
@@ -336,7 +343,8 @@ impl Versions {
         if let Some(buffer) = self.back.take() {
             let before = self.patches.publish(version, buffer.key());
             before.into_iter().for_each(|before| self.unpin(before, 1));
-            self.shown.insert(version, Shown::new(buffer, SystemTime::now()));
+            let is_sent = std::mem::take(&mut self.back_is_sent);
+            self.shown.insert(version, Shown { is_sent, ..Shown::new(buffer, SystemTime::now()) });
             let gone = self.surplus.made(self.free.len());
             self.free.truncate(self.free.len() - gone);
         }

@@ -41,6 +41,8 @@ pub enum Role {
     Coordinator,
     /// Creating, deleting, draining, asking for status; the registry.
     Admin,
+    /// A client's pulls from another client, its relay.
+    Relay,
 }
 
 /// How numbers of all learners become one.
@@ -794,6 +796,28 @@ pub enum Message {
         readers: Vec<ReaderState>,
         /// Those that have gone.
         gone: Vec<ReaderId>,
+    },
+    // -- relays
+    /// The client takes connections for pulls here, and would pull by a relay. Answered by `PullVia`.
+    Relay {
+        /// Where others reach it, as host:port.
+        address: String,
+        /// Hosts of one zone are near each other.
+        zone: String,
+        /// Its host, as in a shard's record.
+        host: String,
+    },
+    /// From where a client that is a relay pulls from now on.
+    PullVia {
+        /// The address of a relay. None for the shards.
+        address: Option<String>,
+        /// The number of relays that a version goes through before this client.
+        depth: u32,
+    },
+    /// The relay at this address cannot be pulled from. Answered by `PullVia`.
+    RelayFailed {
+        /// The address.
+        address: String,
     },
 
     // -- a client to a shard that has an older version

@@ -92,7 +92,13 @@ fn attached() -> impl Strategy<Value = Attached> {
 }
 
 fn role() -> impl Strategy<Value = Role> {
-    prop_oneof![Just(Role::Control), Just(Role::Data), Just(Role::Coordinator), Just(Role::Admin)]
+    prop_oneof![
+        Just(Role::Control),
+        Just(Role::Data),
+        Just(Role::Coordinator),
+        Just(Role::Admin),
+        Just(Role::Relay)
+    ]
 }
 
 fn shard_error() -> impl Strategy<Value = ShardError> {
@@ -752,6 +758,13 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
                 gone,
             })
             .boxed(),
+        (text(), text(), text())
+            .prop_map(|(address, zone, host)| Message::Relay { address, zone, host })
+            .boxed(),
+        (proptest::option::of(text()), any::<u32>())
+            .prop_map(|(address, depth)| Message::PullVia { address, depth })
+            .boxed(),
+        text().prop_map(|address| Message::RelayFailed { address }).boxed(),
         (id64(PlanId), block(), id64(Version), any::<(u32, bool)>())
             .prop_map(|(plan, block, base, (crc, ahead))| Message::PushChanges {
                 plan,

@@ -227,6 +227,7 @@ impl Peer {
                 PeerKind::Coordinator(partition)
             }
             Role::Admin => PeerKind::Admin,
+            Role::Relay => return Err(Refusal::other("this is a shard, and no relay").into()),
         };
         Ok(())
     }

@@ -28,6 +28,7 @@ use super::redirect::Redirect;
 use crate::coordinator::{AWAY, Action, CoordinatorCore};
 use crate::core::{JobRecord, MemberView, WaitedFor};
 use crate::moving::Progress;
+use crate::relays::Relays;
 use moves::Moves;
 pub(super) use moves::Moving;
 use remote::RemoteShard;
@@ -59,6 +60,8 @@ struct CoordinatorState {
     sights: Sights,
     /// What comes with commits, and goes with states.
     small: Small,
+    /// Clients that pull from each other.
+    relays: Relays,
 }
 
 /// The network, for reaching other shards.
@@ -198,6 +201,7 @@ impl Coordinator {
             late: None,
             sights: Sights::default(),
             small: Small::default(),
+            relays: Relays::default(),
         };
         let own: Weak<dyn Recipient> = Arc::downgrade(here) as Weak<dyn Recipient>;
         let coordinator = Arc::new_cyclic(|this: &Weak<Coordinator>| Coordinator {
@@ -495,6 +499,7 @@ impl Coordinator {
             |state, now, actions| {
                 if known(state) {
                     state.core.client_down(client, now, actions);
+                    state.tell_relays(now, actions);
                 }
             },
             |state| {
@@ -519,9 +524,16 @@ impl Coordinator {
             if state.checked_at.elapsed() > AWAY {
                 state.wakes(now, actions);
             }
-            if state.clients.get(&client).is_some_and(|known| known.is(link)) {
-                state.small.commits(client, &message, bytes);
-                state.core.from_client(client, request, message, now, actions);
+            if !state.clients.get(&client).is_some_and(|known| known.is(link)) {
+                return;
+            }
+            match state.relays.takes(client, &message, now) {
+                Ok(true) => state.tell_relays(now, actions),
+                Ok(false) => {
+                    state.small.commits(client, &message, bytes);
+                    state.core.from_client(client, request, message, now, actions);
+                }
+                Err(why) => actions.push(Action::Close(client, Refusal::Other(why))),
             }
         });
     }
@@ -601,6 +613,12 @@ fn patience(bytes: u64) -> Duration {
 }
 
 impl CoordinatorState {
+    /// Tells clients that are relays from where they pull, where that has changed.
+    fn tell_relays(&mut self, now: Duration, actions: &mut Vec<Action>) {
+        let news = self.relays.tell(|client| self.clients.contains_key(client), now);
+        actions.extend(news.into_iter().map(|(client, message)| Action::ToClient(client, 0, message)));
+    }
+
     /// Somebody looks at the clock. If this process was stopped or starved, what was sent to it in that time is still
     /// to be read. Its clients may have given up by now what they sent before that, so nothing of it counts if the
     /// pause was long: they connect again, and repeat what they still want.
@@ -634,6 +652,7 @@ impl Timed for Coordinator {
         self.with_core(|state, now, actions| {
             state.wakes(now, actions);
             state.core.tick(now, actions);
+            state.tell_relays(now, actions);
         });
         self.log_waits();
         let mut state = self.state.lock();

@@ -18,6 +18,7 @@ mod publishing;
 mod pushed_changes;
 mod raw;
 mod rdma;
+mod relays;
 mod scripted_shard;
 mod shm;
 mod small;

@@ -149,7 +149,7 @@ impl World {
                 self.send(Node::Client(index), shard, 0, message, Body::None);
             }
             // Everything is looked through after each event.
-            Action::Wake(_) | Action::State | Action::Offered(_) | Action::Readers => {}
+            Action::Wake(_) | Action::Relay | Action::State | Action::Offered(_) | Action::Readers => {}
             Action::Answer(token, result) => {
                 // What the core asks for by itself has no program.
                 if let Some((program, asked, _)) = self.clients[index].tokens.remove(&token) {

@@ -5,11 +5,13 @@ JSON in its last line. All hosts are of one machine, and have one clock.
   step       changes that file: a share of elements at random, or what an AdamW step changes
   publish    writes the file to a mount, and closes it
   read       waits for a version on another mount, and reads all of it
+  shown      waits until another mount shows a version; reads it when a file is there
   send       the same by hand: compares with a copy, writes sparse safetensors or whole ones, and then a marker
   fetch      waits for that marker over HTTP, and brings its own copy up to date
 """
 
 import os
+import select
 import sys
 import time
 import urllib.error
@@ -105,6 +107,23 @@ def read(options):
             view = view[file.readinto(view) :]
     end = time.monotonic()
     assert wanted == options.path.read_bytes(), "these are other weights"
+    say({"at": end})
+
+
+@task(("model", Path), ("version", int), ("path", Path), ("checks", Path))
+def shown(options):
+    """Says when it was shown. Its bytes are looked at later, so that others have the CPU meanwhile."""
+    version = os.open(options.model / "version", os.O_RDONLY)
+    changes = select.poll()
+    changes.register(version, select.POLLIN)
+    print("waits", flush=True)
+    while int(os.pread(version, 32, 0)) < options.version:
+        changes.poll(1000)
+    end = time.monotonic()
+    print("shown", flush=True)
+    while not options.checks.exists():
+        time.sleep(0.05)
+    assert (options.model / "weights").read_bytes() == options.path.read_bytes(), "these are other weights"
     say({"at": end})
 
 

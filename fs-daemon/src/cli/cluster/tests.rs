@@ -10,7 +10,7 @@ use super::*;
 use crate::config::ModelSource;
 use crate::config::cluster::{
     CLUSTER, CreateConfig as Create, DeleteConfig, DrainConfig, MountConfig as Mount,
-    RegistryConfig as Registry, SaveConfig, SavedModel, ShardConfig as Shard, StatusConfig, StatusOf,
+    RegistryConfig as Registry, SaveConfig, SavedModel, ShardConfig as Shard, StatusConfig, StatusOf, Via,
 };
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::reactor::Choice;
@@ -129,7 +129,8 @@ fn flags_reach_the_configuration() {
     assert_eq!(create.source, ModelSource::File("a.safetensors".into()));
 
     let words = "mount /mnt/job a b --registry node1 --threads 4 --allow-other --no-passthrough \
-                 --transport tcp --connections 5 --io poll --checksum off --metrics 0.0.0.0:0";
+                 --transport tcp --connections 5 --io poll --checksum off --metrics 0.0.0.0:0 \
+                 --via auto --via-listen node2 --zone rack-1";
     let mount = config!(Mount, words).unwrap();
     assert_eq!((mount.mounting.mountpoint, mount.models), ("/mnt/job".into(), vec!["a".into(), "b".into()]));
     assert_eq!(
@@ -138,6 +139,11 @@ fn flags_reach_the_configuration() {
     );
     assert_eq!((mount.transport, mount.connections, mount.io), (TransportChoice::Tcp, 5, Choice::Poll));
     assert_eq!(mount.checksum, Checksum::Off);
+    let listens = mount.via_listen.map(|listen| listen.to_string());
+    assert_eq!(
+        (mount.via, listens.as_deref(), &*mount.zone),
+        (Some(Via::Auto), Some("node2:7071"), "rack-1")
+    );
     assert_eq!(mount.mounting.metrics.unwrap().to_string(), "0.0.0.0:0");
 
     let status = config!(Status, "status --registry node1:9 --json").unwrap();

@@ -106,6 +106,9 @@ fn defaults() {
             connections: 2,
             io: Choice::Auto,
             rdma: RdmaOptions::default(),
+            via: None,
+            via_listen: None,
+            zone: String::new(),
         }
     );
     let status = StatusConfig::merge(None, &[flags(&[])], true).unwrap();
@@ -265,6 +268,28 @@ fn numbers_and_words_are_checked() {
     let config = mount(&[("io", "uring"), ("transport", "shm"), ("no_passthrough", "true")]).unwrap();
     assert_eq!((config.io, config.transport), (Choice::Uring, TransportChoice::SharedMemory));
     assert!(config.mounting.no_passthrough);
+}
+
+#[test]
+fn a_mount_says_from_whom_it_pulls_and_where_others_pull_from_it() {
+    let config =
+        mount(&[("via", "auto"), ("via_listen", "10.0.0.1:9"), ("zone", "rack-1"), ("insecure", "true")]);
+    let config = config.unwrap();
+    assert_eq!((config.via, config.via_listen), (Some(Via::Auto), Some(at("10.0.0.1", 9))));
+    assert_eq!((&*config.zone, config.mounting.insecure), ("rack-1", true));
+    assert_eq!(mount(&[("via", "node3")]).unwrap().via, Some(Via::At(at("node3", 7071))));
+    let config = mount(&[("via", "node3:5"), ("via_listen", "127.0.0.1")]).unwrap();
+    assert_eq!((config.via, config.via_listen), (Some(Via::At(at("node3", 5))), Some(at("127.0.0.1", 7071))));
+    for bad in ["", "node3:0", "0.0.0.0:1", "tcp://node3"] {
+        assert!(said(mount(&[("via", bad)])).starts_with("--via: "), "{bad}");
+    }
+    for bad in ["", "a b", &"z".repeat(65)] {
+        assert!(said(mount(&[("via", "auto"), ("zone", bad)])).starts_with("--zone: "), "{bad}");
+    }
+    assert!(said(mount(&[("via_listen", "node1")])).contains("--via auto"));
+    assert!(said(mount(&[("via", "node3"), ("zone", "a")])).contains("--via auto"));
+    let error = mount(&[("via", "node3"), ("insecure", "true")]).unwrap_err();
+    assert!(error.message.contains("there is neither"), "{}", error.message);
 }
 
 #[test]

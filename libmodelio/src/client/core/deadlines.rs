@@ -13,11 +13,12 @@ impl ClientCore {
         let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.partitions);
         let sending =
             sending.filter(|partition| !partition.done).map(|partition| partition.moved + REPEAT_AFTER);
-        let pulling = self.pull.iter().filter(|pull| pull.decided).flat_map(|pull| &pull.partitions);
+        let by_shards = self.pull.iter().filter(|pull| pull.decided && pull.by_relay.is_none());
+        let pulling = by_shards.flat_map(|pull| &pull.partitions);
         let pulling = pulling.filter(|partition| !partition.missing.is_clear());
         let pulling = pulling.map(|partition| partition.retry.unwrap_or(partition.moved + REPEAT_AFTER));
-        let fails = self.shortage_deadline();
-        requests.chain(waits).chain(fails).chain(sending).chain(pulling).chain(self.pull_due()).min()
+        let others = [self.shortage_deadline(), self.relay_deadline(), self.pull_due()].into_iter().flatten();
+        requests.chain(waits).chain(sending).chain(pulling).chain(others).min()
     }
 
     /// Time passes. The client handles deadlines and repeats messages.
@@ -28,6 +29,7 @@ impl ClientCore {
         for partition in self.owners.partitions() {
             self.tick_partition(partition, now, actions);
         }
+        self.tick_relay(now, actions);
         self.answer_waits(now, actions);
         self.start_pull(now, actions);
     }

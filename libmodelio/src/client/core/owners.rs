@@ -1,9 +1,10 @@
-//! Which shard has which block, and which shards are connected.
+//! Which shard has which block, which shards are connected, and the relay that has all blocks of versions.
 
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
 
+use super::relay::Relay;
 use crate::vocabulary::block_map::{BlockMap, PartitionIndex};
 use crate::vocabulary::ids::{BlockId, ClientId, Epoch, ShardId};
 
@@ -19,6 +20,7 @@ pub(super) struct Owners {
     up: Vec<bool>,
     /// The block to begin sending at.
     first: usize,
+    relay: Relay,
 }
 
 impl Owners {
@@ -32,13 +34,28 @@ impl Owners {
                 owned[partition].insert(block);
             }
         }
-        let up = vec![false; shards.len()];
-        Owners { epoch: map.epoch(), blocks: map.blocks() as usize, shards, owned, up, first: 0 }
+        let (up, relay) = (vec![false; shards.len()], Relay::default());
+        Owners { epoch: map.epoch(), blocks: map.blocks() as usize, shards, owned, up, first: 0, relay }
     }
 
-    /// Another map of the model is in force. No shard is connected.
+    /// Another map of the model is in force. No shard is connected, and no relay.
     pub(super) fn go_to(&mut self, map: &BlockMap) {
-        *self = Owners { first: self.first, ..Owners::new(map) };
+        let mut relay = std::mem::take(&mut self.relay);
+        relay.down();
+        *self = Owners { first: self.first, relay, ..Owners::new(map) };
+    }
+
+    /// The relay, if versions are pulled by one.
+    pub(super) fn relay(&self) -> &Relay {
+        &self.relay
+    }
+
+    pub(super) fn relay_mut(&mut self) -> &mut Relay {
+        &mut self.relay
+    }
+
+    pub(super) fn set_relay(&mut self, relay: Relay) {
+        self.relay = relay;
     }
 
     /// Begins sending at a block that depends on `client`.

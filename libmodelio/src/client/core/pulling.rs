@@ -41,6 +41,17 @@ pub(super) struct Pull {
     pub(super) is_gone: bool,
     /// The version that is shown, if shards may send what has changed since.
     pub(super) base: Option<Version>,
+    /// A relay is asked for the blocks, and no shard.
+    pub(super) by_relay: Option<ByRelay>,
+}
+
+/// What is asked of a relay.
+#[derive(Debug)]
+pub(super) struct ByRelay {
+    /// The blocks that it was not asked for yet.
+    pub(super) todo: FixedBitSet,
+    /// When a block last came, or was first asked for.
+    pub(super) moved: Now,
 }
 
 impl Pull {
@@ -66,6 +77,7 @@ impl Pull {
             decided: follows.is_none(),
             is_gone: false,
             base: None,
+            by_relay: None,
         }
     }
 }
@@ -120,8 +132,13 @@ impl ClientCore {
         }
         self.pull_times.began(now);
         let pull = Pull::new(self.state.version, self.owners.owned(), None, now);
-        self.pull = Some(Pull { base: self.base(), ..pull });
-        actions.extend(self.owners.partitions().map(Action::Wake));
+        let all = || self.owners.bits(&[0..self.owners.blocks() as u32]);
+        let by_relay = self.owners.relay().is_up().then(|| ByRelay { todo: all(), moved: now });
+        match by_relay {
+            Some(_) => actions.push(Action::Relay),
+            None => actions.extend(self.owners.partitions().map(Action::Wake)),
+        }
+        self.pull = Some(Pull { base: self.base(), by_relay, ..pull });
     }
 
     /// If the version that is pulled is gone, and a newer one is known, begins with that.
@@ -212,7 +229,8 @@ impl ClientCore {
                 self.learners.get(&learner).is_some_and(|known| known.state.published_in > self.version())
             }
         };
-        if self.buffers.shown().is_none() || self.waits.waiting().any(newer) {
+        let is_asked = self.owners.relay().is_asked_beyond(self.version());
+        if self.buffers.shown().is_none() || is_asked || self.waits.waiting().any(newer) {
             return true;
         }
         match self.pull_policy() {
@@ -239,7 +257,8 @@ impl ClientCore {
 
     /// The next request for blocks of a shard, while fewer than `window` blocks are on their way from it.
     pub fn next_pull(&mut self, partition: PartitionIndex, window: usize, now: Now) -> Option<Message> {
-        let pull = self.pull.as_mut().filter(|pull| pull.decided)?;
+        let base = self.pulled_base();
+        let pull = self.pull.as_mut().filter(|pull| pull.decided && pull.by_relay.is_none())?;
         let receiving = &mut pull.partitions[partition];
         let under_way = receiving.asked.count_ones(..);
         if under_way >= window || receiving.retry.is_some() || receiving.sends_ahead {
@@ -257,8 +276,13 @@ impl ClientCore {
         asked.into_iter().take_while(|&block| block <= last).for_each(|block| receiving.asked.insert(block));
         receiving.moved = now;
         let blocks = first as u32..last as u32 + 1;
-        let base = pull.base.filter(|base| self.buffers.shown() == Some(*base));
         Some(Message::Pull { version: pull.version, blocks, base })
+    }
+
+    /// The version since which what has changed of the pulled one may be sent.
+    pub(super) fn pulled_base(&self) -> Option<Version> {
+        let base = self.pull.as_ref().and_then(|pull| pull.base);
+        base.filter(|base| self.buffers.shown() == Some(*base))
     }
 
     /// The version since which shards may send what has changed.
@@ -268,8 +292,7 @@ impl ClientCore {
 
     /// The version since which shards may send what has changed of this one.
     pub fn base_of(&self, version: Version) -> Option<Version> {
-        let pull = self.pull.as_ref().filter(|pull| pull.version == version)?;
-        pull.base.filter(|base| self.buffers.shown() == Some(*base))
+        self.pulled_base().filter(|_| self.pull.as_ref().is_some_and(|pull| pull.version == version))
     }
 
     /// A patch has not made the shard's block: the rest of this version is pulled whole.
@@ -279,6 +302,7 @@ impl ClientCore {
             return;
         }
         // The client takes no more patches, so it asks again for the blocks that are on their way as such.
+        pull.by_relay = None;
         for receiving in &mut pull.partitions {
             receiving.loses_ahead();
             receiving.asked.intersect_with(&receiving.reserved);
@@ -289,7 +313,7 @@ impl ClientCore {
     /// Whether the pulled version comes as a whole, from a shard that has all blocks of the model. A caller that
     /// `asks` must send the request if the answer is [`Whole::Ask`].
     pub fn pull_whole(&mut self, asks: bool, now: Now) -> Whole {
-        let pull = self.pull.as_mut().filter(|pull| pull.decided);
+        let pull = self.pull.as_mut().filter(|pull| pull.decided && pull.by_relay.is_none());
         let (1, Some(pull), false) = (self.owners.owned().len(), pull, self.buffers.is_received()) else {
             return Whole::Not;
         };
@@ -354,6 +378,7 @@ impl ClientCore {
         {
             let receiving = &mut pull.partitions[partition];
             receiving.moved = now;
+            pull.by_relay.iter_mut().for_each(|by_relay| by_relay.moved = now);
             receiving.asked.set(block.index(), false);
             receiving.reserved.set(block.index(), false);
             if whole && receiving.missing.contains(block.index()) {
@@ -364,7 +389,8 @@ impl ClientCore {
                 receiving.loses_ahead();
             }
             // The connection that brought the block asks for more by itself.
-            if receiving.asked.is_clear() && pull.decided && !receiving.sends_ahead {
+            let is_asked = pull.decided && !receiving.sends_ahead && pull.by_relay.is_none();
+            if receiving.asked.is_clear() && is_asked {
                 actions.push(Action::Wake(partition));
             }
             if self.show_if_complete(actions) {

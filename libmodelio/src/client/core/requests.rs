@@ -269,6 +269,7 @@ impl ClientCore {
         // Numbers from an earlier connection, perhaps of another coordinator, no longer count.
         self.plans.begin_anew();
         actions.push(self.numbers());
+        actions.extend(self.owners.relay().offer().map(|offer| Action::ToCoordinator(0, offer)));
         for (&id, request) in &mut self.requests.open {
             actions.push(request.send(id, now));
         }
@@ -299,6 +300,7 @@ impl ClientCore {
             Message::State(state) => self.take_state(*state, now, actions),
             Message::Grant { plan, payload, counted } => self.granted(plan, payload, counted, now, actions),
             Message::Begun { plan } => self.begun(plan, now, actions),
+            Message::PullVia { address, depth } => self.pulls_via(address, depth, now, actions),
             Message::Over { plan } => self.plan_over(plan, actions),
             Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
             Message::Readers { since, revision, readers, gone } => {

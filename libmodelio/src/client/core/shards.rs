@@ -90,7 +90,7 @@ impl ClientCore {
                 }
             }
         }
-        if let Some(pull) = self.pull.as_mut().filter(|pull| pull.decided) {
+        if let Some(pull) = self.pull.as_mut().filter(|pull| pull.decided && pull.by_relay.is_none()) {
             let receiving = &mut pull.partitions[partition];
             if receiving.retry.take_if(|at| *at <= now).is_some() {
                 actions.push(Action::Wake(partition));

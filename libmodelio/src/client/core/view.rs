@@ -6,7 +6,7 @@ use super::{ClientCore, LastCommit};
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::controls::PullPolicy;
-use crate::vocabulary::ids::{Incarnation, LearnerId, PlanId, ShardId, Step, Version};
+use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Granted, JobState, Message};
@@ -15,6 +15,11 @@ impl ClientCore {
     /// The shards, by [`PartitionIndex`].
     pub fn shards(&self) -> &[ShardId] {
         self.owners.shards()
+    }
+
+    /// The shard that has a block.
+    pub fn owner(&self, block: BlockId) -> Option<ShardId> {
+        self.owners.of(block).map(|partition| self.owners.shards()[partition])
     }
 
     /// The newest state from the coordinator.
@@ -210,6 +215,7 @@ impl ClientCore {
     pub(super) fn can_follow(&self) -> bool {
         let is_idle = self.pull.is_none() && self.buffers.is_idle();
         let is_newest = self.state.sequence != 0 && self.buffers.shown() == Some(self.state.version);
-        !self.way.is_in_place() && is_idle && is_newest && self.followable().is_some()
+        let may = !self.way.is_in_place() && !self.owners.relay().is_up();
+        may && is_idle && is_newest && self.followable().is_some()
     }
 }

@@ -18,10 +18,11 @@ use crate::timer::{self, Timed};
 use crate::transport::local::{Recipient, Shard};
 use crate::transport::rdma::{Endpoint, IS_BUILT_IN};
 use crate::transport::reactor::{Reactor, ReactorOptions};
+use crate::transport::shm;
 use crate::vocabulary::ids::ClientId;
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::transport_kind::NO_RDMA;
-use crate::wire::{MAX_SMALL_MODEL, ModelRecord, Protocol, ShardRecord};
+use crate::wire::{MAX_SMALL_MODEL, Message, ModelRecord, Protocol, ShardRecord};
 
 impl Job {
     /// Connects to the shards of a model and waits until a first version is here.
@@ -46,6 +47,12 @@ impl Job {
             None => core,
             Some(policy) => core.pulls(policy),
         };
+        let offer = options.relay.as_ref().filter(|_| options.via.is_none()).map(|relay| Message::Relay {
+            address: relay.address().to_string(),
+            zone: relay.zone().to_owned(),
+            host: shm::host(),
+        });
+        let core = core.by_relays(offer, options.via.clone());
         let (transport, connections) = (options.transport, options.connections);
         if transport == TransportChoice::Rdma && !IS_BUILT_IN {
             return Err(ClientError::Transport { model, why: NO_RDMA.to_owned() });
@@ -82,6 +89,9 @@ impl Job {
         let options = ClientOptions { reactor: None, ..options };
         let shared = Shared::new((id, record), layout, inner, options, reached);
         *shared.rdma_endpoint.lock() = endpoint;
+        if let Some(relay) = &shared.options.relay {
+            relay.serves(&shared.model, shared.this.clone());
+        }
         Job::begin(shared, Some(reactor))
     }
 

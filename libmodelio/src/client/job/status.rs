@@ -1,5 +1,6 @@
 //! The status of a job as this client sees it: its phase, its learners, and the path to each shard.
 
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -18,6 +19,23 @@ use crate::vocabulary::norm::Norm;
 use crate::vocabulary::phase::{AWAY, JobPhase};
 use crate::vocabulary::transport_kind::TransportKind;
 use crate::wire::{Checksum, JobState, LearnerState};
+
+/// How versions are pulled by relays, and by this client as one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RelayView {
+    /// The address of the relay, if the client has one.
+    pub relay: Option<String>,
+    /// Whether it is connected.
+    pub connected: bool,
+    /// Where followers reach this client, if they may.
+    pub listens: Option<SocketAddr>,
+    /// The addresses of their connections.
+    pub followers: Vec<SocketAddr>,
+    /// Payload that was sent to them, in bytes.
+    pub relayed_bytes: u64,
+    /// Blocks that were taken from shards in place of a relay.
+    pub replaced_blocks: u64,
+}
 
 /// One of the model's shards.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,6 +170,27 @@ impl Job {
         let any = |kind| shards.iter().any(|shard| shard.transport == kind);
         let kinds = [TransportKind::Tcp, TransportKind::Rdma, TransportKind::InProcess];
         kinds.into_iter().find(|kind| any(*kind)).unwrap_or(TransportKind::SharedMemory)
+    }
+
+    /// The relays, if the client uses any.
+    pub fn relays(&self) -> Option<RelayView> {
+        let options = &self.shared.options;
+        if options.relay.is_none() && options.via.is_none() {
+            return None;
+        }
+        let inner = self.shared.inner.lock();
+        Some(RelayView {
+            relay: inner.core.relay_address().map(|address| address.to_string()),
+            connected: !inner.peers.relay.1.links.is_empty(),
+            listens: options.relay.as_ref().map(|relay| relay.address()),
+            followers: options
+                .relay
+                .as_ref()
+                .map(|relay| relay.followers(&self.shared.model))
+                .unwrap_or_default(),
+            relayed_bytes: self.shared.accounts.relayed.load(Ordering::Relaxed),
+            replaced_blocks: inner.core.replaced_relay(),
+        })
     }
 
     /// The model's shards, in the order of the block map's owners.

@@ -108,12 +108,14 @@ fn runs(map: &BlockMap, shard: ShardId) -> Vec<std::ops::Range<u32>> {
 #[derive(Clone)]
 pub(in crate::client) struct Route {
     pub(in crate::client) routes: Arc<Routes>,
-    /// [`Role::Control`] to the coordinator, or [`Role::Data`].
+    /// [`Role::Control`] to the coordinator, [`Role::Data`], or [`Role::Relay`].
     pub(in crate::client) role: Role,
     /// The partition that it leads to.
     pub(in crate::client) partition: PartitionIndex,
     /// Its number among connections of its kind. It is free again when the connection has ended.
     pub(in crate::client) number: usize,
+    /// The address of the relay, if it leads to one.
+    pub(in crate::client) relay: Option<Arc<str>>,
 }
 
 impl Route {
@@ -123,7 +125,7 @@ impl Route {
 
     /// The address that it leads to.
     pub(in crate::client) fn address(&self) -> &str {
-        self.routes.address(self.partition)
+        self.relay.as_deref().unwrap_or_else(|| self.routes.address(self.partition))
     }
 }
 

@@ -24,7 +24,7 @@ use crate::transport::stream::{Guard, LentPayload, Target};
 use crate::transport::tally::Flow;
 use crate::vocabulary::coding::Form;
 use crate::vocabulary::ids::{BlockId, PlanId, Version};
-use crate::wire::{Granted, Message};
+use crate::wire::{Granted, Message, Role};
 
 /// What the path of a block can do.
 #[derive(Clone, Copy, Debug)]
@@ -51,7 +51,7 @@ pub(in crate::client) enum SentAs {
 
 /// The most blocks that one connection may have asked for. A shard takes this many requests, even if each asks for
 /// one block.
-const DUE_MAX: usize = 128;
+pub(super) const DUE_MAX: usize = 128;
 
 impl Shared {
     /// Takes memory for a version before it is pulled. A thread of its own does it, because it takes a while.
@@ -202,8 +202,12 @@ impl Shared {
         if !self.finds_back(inner) {
             return None;
         }
-        let message = inner.core.next_pull(route.partition, window, self.now())?;
+        let message = match route.role {
+            Role::Relay => inner.core.next_of_relay(window, self.now()),
+            _ => inner.core.next_pull(route.partition, window, self.now()),
+        }?;
         let asked = match &message {
+            Message::Pull { blocks, .. } if route.role == Role::Relay => blocks.len(),
             Message::Pull { blocks, .. } => inner.core.asked_in(route.partition, blocks),
             _ => 0,
         };
@@ -336,6 +340,7 @@ impl Shared {
             inner.observed.received(version, block, now);
         }
         inner.core.end_reservation(version, block, whole, now, &mut actions);
+        inner.peers.wake_followers();
         self.act(inner, actions);
     }
 
@@ -400,6 +405,9 @@ impl Shared {
         {
             return None;
         }
+        if inner.core.has_pulled_none() {
+            inner.versions.begin_back();
+        }
         let back = inner.versions.back(retain, max).ok().flatten();
         let extent = self.layout.block_bytes(block);
         let blocks = self.layout.blocks();
@@ -411,8 +419,9 @@ impl Shared {
             return None;
         };
         let memory = Arc::clone(back.memory());
-        let shard = inner.core.shards()[route.partition];
-        inner.observed.receives(block, shard, || self.now());
+        if let Some(shard) = inner.core.owner(block) {
+            inner.observed.receives(block, shard, || self.now());
+        }
         if patching.is_none() {
             inner.versions.comes_whole(block);
         }

@@ -11,6 +11,7 @@ use crate::client::shared::{Inner, Shared};
 use crate::transport::frames::Link;
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;
+use crate::vocabulary::transport_kind::TransportKind;
 use crate::wire::Role;
 
 /// The reason for closing a TCP connection after a faster one has come about.
@@ -39,6 +40,10 @@ impl Shared {
             peer.links = vec![link.clone()];
             peer.heard.heard(now);
             inner.core.coordinator_up(now, &mut actions);
+        } else if route.role == Role::Relay {
+            peer.links.push(link.clone());
+            inner.core.relay_up();
+            self.lifetime.rouse();
         } else {
             let is_fast = end_of_loan.is_some();
             if let Some(end) = end_of_loan {
@@ -102,6 +107,7 @@ impl Shared {
             peer.retry_at = Some(Instant::now() + pause);
         }
         match route.role {
+            Role::Relay => inner.core.relay_down(now, &mut actions),
             _ if !was_up => {}
             Role::Control => inner.core.coordinator_down(now, &mut actions),
             _ if alone => inner.core.shard_down(route.partition),
@@ -160,10 +166,21 @@ impl Shared {
                 let blocks = routes.partitions[partition].blocks.max(1) as usize;
                 check(peer, connections.min(blocks).min(greeted + 1), (Role::Data, partition));
             }
-            routes
+            let all_here = (0..inner.peers.partitions.len())
+                .all(|partition| inner.peers.transport(partition) == TransportKind::SharedMemory);
+            let address = inner.core.relay_address().filter(|_| !all_here).cloned();
+            inner.peers.pulls_by(address.as_ref());
+            if address.is_some() {
+                let relay = &mut inner.peers.relay.1;
+                let wanted = connections.min(self.layout.blocks() as usize).min(relay.links.len() + 1);
+                check(relay, wanted, (Role::Relay, 0));
+            }
+            (routes, address)
         };
+        let (routes, relay) = routes;
         for (role, partition, number) in missing {
-            let route = Route { routes: Arc::clone(&routes), role, partition, number };
+            let relay = relay.clone().filter(|_| role == Role::Relay);
+            let route = Route { routes: Arc::clone(&routes), role, partition, number, relay };
             match routes.partitions[partition].fast.filter(|_| role == Role::Data) {
                 Some(FastPath::SharedMemory) => self.connect_by_memory(route),
                 Some(FastPath::Rdma) => self.connect_by_rdma(route),

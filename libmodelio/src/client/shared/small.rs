@@ -58,10 +58,11 @@ impl Shared {
         }
         let (retain, max) = inner.bounds();
         let (now, mut actions) = (self.now(), Vec::new());
-        if bytes.len() as u64 == self.layout.size()
-            && inner.core.takes_version(state.version)
-            && let Ok(Some(back)) = inner.versions.back(retain, max)
-        {
+        let takes = bytes.len() as u64 == self.layout.size() && inner.core.takes_version(state.version);
+        if takes {
+            inner.versions.begin_back();
+        }
+        if takes && let Ok(Some(back)) = inner.versions.back(retain, max) {
             inner.versions.is_filled();
             // SAFETY: no connection is receiving, so the back buffer is this thread's as long as it has the lock.
             unsafe { back.memory().bytes_mut(0..bytes.len()) }.copy_from_slice(bytes);

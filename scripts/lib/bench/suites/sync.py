@@ -1,6 +1,7 @@
 """Measures how long new weights take from a trainer's host to a reader's, over a link of 1 Gbit/s.
 
   delta    by what has changed (control/delta = auto) and whole (off), of weights of bf16; and the same by hand
+  fanout   whole weights of 128 MiB on eight hosts whose mounts pull from each other (--via auto), and on one host
   record   publishing with records of what has changed (control/changes = 16) and without (0), on one host
 
 delta: two hosts are network namespaces, whose sending the kernel limits. The first has the shard and the trainer's mount,
@@ -24,7 +25,7 @@ from machine import GIB, MIB, own_python, say
 from netns import Cluster, Hosts
 from report import Figure, times, worst
 
-PARTS = ("delta", "record")
+PARTS = ("delta", "fanout", "record")
 QUICK = "64 MiB in place of 1 GiB, and fewer turns: below 45 s once it is built"
 RATE = 1e9
 DEADLINE = 300.0
@@ -48,9 +49,9 @@ class Weights:
         return self.hosts.work("from", "sync.py", "step", *words).found(DEADLINE)["changed"]
 
 
-def sent(hosts):
-    """Bytes that the trainer's host has sent, with their headers."""
-    lines = hosts.start("from", ["cat", "/proc/net/dev"]).finish(10).splitlines()
+def sent(hosts, host="from"):
+    """Bytes that a host has sent, with their headers; the trainer's if no other one is named."""
+    lines = hosts.start(host, ["cat", "/proc/net/dev"]).finish(10).splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
@@ -137,6 +138,50 @@ def delta(bench, gradfs):
     ]  # fmt: skip
 
 
+def fanned_out(bench, gradfs, readers):
+    """How long the readers' mounts took to show each version, and the most that any host has sent of it, by its size."""
+    size, turns = (16 * MIB, 2) if bench.quick else (128 * MIB, 5)
+    names = [f"to{number}" for number in range(readers)]
+    with Hosts(["from", *names]) as hosts:
+        hosts.limit(RATE)
+        weights = Weights(hosts, size)
+        cluster = Cluster(hosts, gradfs)
+        cluster.shard("from")
+        cluster.create("model", "--size", size, "--dtype", "bf16", "--reducer", "assign", "--pull", "eager", "--delta", "off")
+        source = cluster.mount("from") / "model"
+        via = ["--via", "auto", "--insecure"] if readers > 1 else []
+        mounts = {name: cluster.mount(name, *via) / "model" for name in names}
+        taken, bytes_of = [], []
+        # The first version takes pages, and finds the mounts in their order.
+        for version in range(1, turns + 2):
+            weights.step("random")
+            checks = hosts.scratch / f"checks{version}"
+            words = [version, weights.path, checks]
+            started = [hosts.work(name, "sync.py", "shown", mounts[name], *words) for name in names]
+            for reader in started:
+                reader.wait_for("waits")
+            before = {host: sent(hosts, host) for host in hosts.names}
+            wrote = hosts.work("from", "sync.py", "publish", source, weights.path).found(DEADLINE)
+            for reader in started:
+                reader.wait_for("shown", DEADLINE)
+            most = max(sent(hosts, host) - before[host] for host in hosts.names)
+            checks.touch()
+            shown = [reader.found(DEADLINE)["at"] - wrote["closes"] for reader in started]
+            taken.append(max(shown))
+            bytes_of.append(most / size)
+    say(f"{readers} readers: {', '.join(f'{seconds:.2f} s' for seconds in taken[1:])}, {max(bytes_of[1:]):.2f} times its bytes")
+    return statistics.median(taken[1:]), statistics.median(bytes_of[1:])
+
+
+def fanout(bench, gradfs):
+    one, _ = fanned_out(bench, gradfs, 1)
+    eight, most = fanned_out(bench, gradfs, 8)
+    return [
+        times("fanout_8_vs_1", eight, one, 1.4, "<="),
+        Figure("fanout_link_bytes", most, "ratio", 1.1, "<="),
+    ]
+
+
 def written(model, data):
     file, begin = os.open(model / "publish", os.O_WRONLY), time.monotonic()
     for at in range(0, len(data), MIB):
@@ -187,6 +232,8 @@ def run(bench):
     gradfs, figures = bench.gradfs(), []
     if "record" in bench.only:
         figures += record(bench, gradfs)
+    if "fanout" in bench.only:
+        figures += fanout(bench, gradfs)
     if "delta" in bench.only:
         figures += delta(bench, gradfs)
     return figures

@@ -221,12 +221,7 @@ impl<M: PeerMemory> Named<M> {
     }
 
     /// Names a block of the plan under way. It is first put where the shard sees it, unless it is there.
-    fn name(
-        &mut self,
-        to: &Connection,
-        inner: MutexGuard<'_, Inner>,
-        push: Push,
-    ) -> Outcome {
+    fn name(&mut self, to: &Connection, inner: MutexGuard<'_, Inner>, push: Push) -> Outcome {
         let Push { plan, block, ahead, .. } = push;
         let Some(payload) = inner.payloads.granted(&inner.core, block).filter(|payload| payload.plan == plan)
         else {

@@ -7,6 +7,7 @@ use super::{BlockPath, Connection};
 use crate::client::conversation::{Control, Data};
 use crate::client::peers::routes::Route;
 use crate::client::shared::Shared;
+use crate::client::shared::blocks::DUE_MAX;
 use crate::transport::frames::{Framed, Link, Outgoing};
 use crate::transport::reactor::Thread;
 use crate::transport::tcp::SocketOptions;
@@ -23,6 +24,15 @@ struct Sent {
 impl BlockPath for Sent {
     fn next(&mut self, to: &Connection, due: usize) -> Option<(Outgoing, usize)> {
         to.shared.next_sent(&to.route, &to.link, due, &mut self.followed)
+    }
+}
+
+/// Blocks come from a relay.
+struct FromRelay;
+
+impl BlockPath for FromRelay {
+    fn next(&mut self, to: &Connection, due: usize) -> Option<(Outgoing, usize)> {
+        to.shared.pull_request(&mut to.shared.inner.lock(), &to.route, due, DUE_MAX)
     }
 }
 
@@ -57,6 +67,9 @@ impl Shared {
         let connected = if route.role == Role::Control {
             let stream = Framed::new(Control::new(this, route.clone()), link.clone(), 16 << 10);
             net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(0))
+        } else if route.role == Role::Relay {
+            let stream = Framed::new(Data::new(this, route.clone(), FromRelay), link.clone(), 128);
+            net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(route.number))
         } else {
             let stream = Framed::new(Data::new(this, route.clone(), Sent::default()), link.clone(), 128);
             // The connections to one shard are on different threads, so that all threads have work until the last
