@@ -21,6 +21,7 @@ mod renaming;
 mod temporary;
 mod tensors_name;
 mod text_file;
+mod views;
 
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, OnceLock};
@@ -118,10 +119,15 @@ impl Fs {
 
     /// Shows one more model; `None` if the mount has shown as many as it can.
     pub fn add(&self, model: Arc<Model>) -> Option<Arc<ModelTree>> {
+        self.add_at(model, None)
+    }
+
+    /// The same of a view, in its directory.
+    pub fn add_at(&self, model: Arc<Model>, home: Option<u64>) -> Option<Arc<ModelTree>> {
         let mut trees = self.trees.write();
         let index = u8::try_from(trees.len()).ok()?;
-        let tree = Arc::new(ModelTree::new(model, index));
-        trees.push(Slot { tree: Some(Arc::clone(&tree)), shown: true });
+        let tree = Arc::new(ModelTree::new(model, index, home));
+        trees.push(Slot { tree: Some(Arc::clone(&tree)), shown: home.is_none() });
         Some(tree)
     }
 
@@ -165,6 +171,8 @@ impl Fs {
     /// Whether the name in `parent` that led to this inode leads to it for good.
     pub fn is_fixed(&self, parent: u64, ino: u64) -> bool {
         match (Node::from_ino(parent), Node::from_ino(ino)) {
+            // Another plan makes other files.
+            (Some(Node::Model(_, File::View(_))), _) | (_, Some(Node::Model(_, File::View(_)))) => false,
             (_, Some(Node::Model(_, File::Learner(_) | File::Publish(_) | File::Temporary(_))) | None) => {
                 false
             }
@@ -233,9 +241,8 @@ impl Fs {
     /// once nobody has them open or mapped, and their memory can be used again.
     pub fn drop_moved_names(&self, tree: &ModelTree, kernel: &dyn Kernel, patient: bool) {
         let (index, model) = (tree.index, &tree.model);
-        let dir = Node::Model(index, File::Dir).ino();
         for name in ["weights", "weights.safetensors"] {
-            kernel.forget_name(dir, name);
+            kernel.forget_name(tree.home, name);
         }
         kernel.forget_name(Node::Model(index, File::HuggingFace).ino(), HF_WEIGHTS);
         for learner in model.learners() {
@@ -352,7 +359,8 @@ impl Fs {
 
     /// The model that is shown and has this key, by which its memory is lent.
     pub fn with_key(&self, key: &str) -> Option<Arc<ModelTree>> {
-        self.shown().into_iter().find(|tree| tree.key.as_deref() == Some(key))
+        let shown = self.shown().into_iter().chain(self.trees().into_iter().filter(|tree| tree.is_view()));
+        shown.into_iter().find(|tree| tree.key.as_deref() == Some(key))
     }
 }
 

@@ -21,6 +21,7 @@ pub mod named;
 pub mod publication;
 pub mod times;
 pub mod trace;
+pub mod view;
 pub mod wait_log;
 
 mod explained;

@@ -16,6 +16,7 @@
 //! | `relay` | taking connections of clients that pull from this one |
 //! | `shards` | where the shards are, and what can be done there |
 //! | `conversation` | the messages on each kind of connection |
+//! | `parts` | which shard is asked for which pieces of a version (pure) |
 //! | `patching` | pulling what has changed (`unsafe`) |
 //! | `versions` | the versions that the client shows |
 
@@ -28,6 +29,7 @@ mod lifetime;
 mod memory;
 mod observed;
 mod options;
+mod parts;
 mod patching;
 mod payloads;
 mod peers;
@@ -40,7 +42,9 @@ mod versions;
 
 pub use self::core::LastCommit;
 pub use commit_notice::CommitNotice;
-pub use job::{ChangesError, Job, JobStatus, RelayView, ShardView, VersionView, wait_for};
+pub use job::{
+    ChangesError, Job, JobStatus, PartsError, PartsPeers, RelayView, ShardView, VersionView, wait_for,
+};
 pub use memory::JobMemory;
 pub use observed::Phases;
 pub use options::{

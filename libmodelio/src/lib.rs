@@ -77,6 +77,8 @@ pub mod tracker;
 #[doc(hidden)]
 pub mod transport;
 #[doc(hidden)]
+pub mod view;
+#[doc(hidden)]
 pub mod wire;
 
 #[doc(hidden)]

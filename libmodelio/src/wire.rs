@@ -50,6 +50,10 @@ pub const MAX_BODY: u32 = 1 << 20;
 pub const MAX_GREETING: u32 = 4 << 10;
 /// Longest payload, in bytes: four of the largest blocks, or the map of five million blocks.
 pub const MAX_PAYLOAD: u32 = 16 << 20;
+/// The most pieces that one [`Message::ReadParts`] names, each of which may be strided.
+pub const MAX_PARTS: usize = 4096;
+/// The most bytes of its pieces together: they are one payload.
+pub const MAX_PARTS_BYTES: u32 = 1 << 20;
 /// A connection whose hello is not complete by then ends.
 pub const HELLO_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -155,7 +159,8 @@ pub enum Protocol {
     ///
     /// This program does not speak it any more.
     V16 = 16,
-    /// Clients pull versions from each other, as the coordinator says. New weights go to the shards as what they change.
+    /// Clients pull versions from each other, as the coordinator says, and read pieces of versions. New weights go to the
+    /// shards as what they change.
     V17 = 17,
 }
 

@@ -28,6 +28,7 @@
 //! | `conversation` | the shard's end of every connection |
 //! | `listeners` | listeners for clients |
 //! | `local` | a model whose client is in this process |
+//! | `view` | a model whose versions are made of those of another one (`unsafe`) |
 //! | `announcer` | announcements to the registry, and its answers |
 //!
 //! A partition and the coordinator in its process never call each other. Their messages wait in a mailbox until the
@@ -51,6 +52,7 @@ mod moving;
 mod options;
 mod origins;
 pub mod partition;
+mod parts;
 mod peer_shard;
 mod rdma_clients;
 mod redirect;
@@ -60,6 +62,7 @@ mod standing;
 mod status_text;
 mod table;
 mod unsent;
+pub mod view;
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};

@@ -7,6 +7,7 @@ use libmodelio::client::{ClientOptions, Job, RelayPort, TransportChoice};
 use libmodelio::registry::Registry;
 use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions};
 use libmodelio::transport::tcp::{SocketOptions, bind};
+use libmodelio::view::ViewPlan;
 use libmodelio::vocabulary::ids::ShardId;
 use libmodelio::vocabulary::transport_kind::NO_RDMA;
 use libmodelio::wire::{Fate, HeldPartition, ModelRecord, ShardRecord};
@@ -17,12 +18,13 @@ use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::background::Ready;
 use crate::companions;
 use crate::config::MAX_MODELS;
-use crate::config::cluster::{MountConfig, Via, source_towards};
+use crate::config::cluster::{MountConfig, Shows, Via, source_towards};
 use crate::config::endpoint::Endpoint;
 use crate::error::{self, Error};
 use crate::memory;
 use crate::serve::{self, Changes, Later, Loaded};
 use crate::session::model::{Model, Snapshots};
+use crate::session::view::ViewMaker;
 
 /// Mounts the models that are asked for and serves them until told to stop.
 ///
@@ -102,7 +104,7 @@ impl Found {
         let ModelRecord { name, generation, epoch, .. } = record;
         let held = HeldPartition { model: name.clone(), generation: *generation, epoch: *epoch };
         self.lives.insert(name.clone(), held);
-        Ok(Arc::new(model))
+        Ok(model)
     }
 
     /// The models that were deleted, as the registry says. One that was restarted may not know a model yet, and says
@@ -209,13 +211,16 @@ fn connect(
     (registry, reactor, relay): (&Arc<dyn Registry>, &Arc<Reactor>, &Option<Arc<RelayPort>>),
     is_first: bool,
     config: &MountConfig,
-) -> Result<Model, Error> {
+) -> Result<Arc<Model>, Error> {
     let name = &record.name;
     if !record.ready {
         return Err(Error::new(format!("model {name} is still being created")).hint("try again when it is"));
     }
     let layout = record.layout().map_err(|error| Error::new(format!("model {name}")).caused_by(error))?;
-    memory::check_shown(name, layout.size())?;
+    let holds_versions = config.shows == Shows::All;
+    if holds_versions {
+        memory::check_shown(name, layout.size())?;
+    }
     let (io, transport, checksum) = (config.io, config.transport, config.checksum);
     let (registry, reactor) = (Some(Arc::clone(registry)), Some(Arc::clone(reactor)));
     let rdma = config.rdma.clone();
@@ -227,6 +232,7 @@ fn connect(
         transport,
         checksum,
         connections,
+        holds_versions,
         rdma,
         relay: relay.clone(),
         via: match &config.via {
@@ -252,7 +258,11 @@ fn connect(
     if let Some(dir) = &config.mounting.with_files {
         model.companions = companions::read(dir, true)?;
     }
-    Ok(model)
+    let Shows::Tensors(patterns) = &config.shows else { return Ok(Arc::new(model)) };
+    let failed = |why: &dyn std::fmt::Display| Error::new(format!("model {name}: {why}"));
+    let plan = ViewPlan::of_tensors(patterns, &model.layout).map_err(|error| failed(&error))?;
+    memory::check_shown(name, plan.layout().size())?;
+    ViewMaker::in_place_of(Arc::new(model), plan).map_err(|error| failed(&error))
 }
 
 /// The name of this mount's own learner: other mounts of the job have theirs.

@@ -162,6 +162,12 @@ pub struct MountArgs {
     /// Models to show [default: all that the registry has]
     #[arg(value_name = "MODEL")]
     models: Vec<String>,
+    /// Hold nothing of the models but views of them (views/NAME), for which only the bytes that they need are read
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false", hide_default_value = true, action = ArgAction::Set, value_parser = switch)]
+    views_only: bool,
+    /// Show only the tensors whose names match, with * and ?, and read only their bytes; may be repeated
+    #[arg(long = "tensors", value_name = "PATTERN")]
+    tensors_shown: Vec<String>,
     #[command(flatten)]
     pub background: BackgroundArgs,
     #[command(flatten)]
@@ -317,6 +323,8 @@ pub struct MountConfig {
     pub mounting: Mounting,
     /// The models to show; none: all that the registry has.
     pub models: Vec<String>,
+    /// How much of them.
+    pub shows: Shows,
     /// The registry.
     pub registry: Endpoint,
     /// The way that bytes go.
@@ -344,6 +352,17 @@ pub enum Via {
     Auto,
     /// This one.
     At(Endpoint),
+}
+
+/// How much of its models a mount shows, and holds.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Shows {
+    /// All.
+    All,
+    /// Views alone.
+    Views,
+    /// The tensors that one of these patterns matches.
+    Tensors(Vec<String>),
 }
 
 /// Everything `gradfs status` needs to know.
@@ -557,12 +576,37 @@ impl MountConfig {
             }
         }
         let listens = is_auto || args.via_listen.is_some();
+        let mounting = args.mounting.at(layers, MOUNT_USAGE, listens)?;
+        let shows = match (args.views_only, args.tensors_shown) {
+            (views, patterns) if patterns.is_empty() => {
+                if views {
+                    Shows::Views
+                } else {
+                    Shows::All
+                }
+            }
+            (false, patterns) => Shows::Tensors(patterns),
+            (true, _) => {
+                let message = "--views-only and --tensors are two ways to show a part of a model";
+                return Err(Error::usage(message).hint("leave one of them out"));
+            }
+        };
+        if shows != Shows::All && mounting.nbd.is_some() {
+            let message = "--nbd serves whole models, which --views-only and --tensors do not hold";
+            return Err(Error::usage(message).hint("leave one of them out"));
+        }
+        if shows != Shows::All && args.via.is_some() {
+            let message =
+                "--via is of mounts that pull whole versions; --views-only and --tensors hold a part";
+            return Err(Error::usage(message).hint("leave one of them out"));
+        }
         Ok(MountConfig {
-            mounting: args.mounting.at(layers, MOUNT_USAGE, listens)?,
+            mounting,
             via: args.via,
             via_listen: args.via_listen,
             zone: args.zone.unwrap_or_default(),
             models,
+            shows,
             registry: needed(args.common.registry, "registry", REGISTRY_USAGE)?,
             transport: args.transport,
             connections: args.connections,

@@ -56,6 +56,9 @@ impl Fs {
             if let Some(reader) = file.reader() {
                 return tree.owner_of_reader(reader);
             }
+            if let File::View(number) | File::ViewPlan(number) = file {
+                return tree.views.owner(number).ok();
+            }
             let (model, id) = (&tree.model, file.learner()?);
             let learner = model.learner(id).ok().map(|learner| learner.owner);
             learner.or_else(|| Some(model.dropped(id)?.owner)).flatten()
@@ -118,7 +121,7 @@ impl Fs {
             Ok(Attributes { size, modified: of(version)?, keep: Keep::Forever, ..base })
         };
         Ok(match file {
-            File::Dir => Attributes { links: 8, keep: Keep::Briefly, ..sized(0) },
+            File::Dir => Attributes { links: 9, keep: Keep::Briefly, ..sized(0) },
             File::Weights(v) | File::RetainedWeights(v) | File::LearnerWeights(_, v) => of_version(size, v)?,
             File::Safetensors(v) | File::RetainedSafetensors(v) | File::LearnerSafetensors(_, v) => {
                 of_version(tree.safetensors_header_len + size, v)?
@@ -176,6 +179,12 @@ impl Fs {
             }
             File::Readers => Attributes { links: 2 + model.job.readers().len() as u32, ..base },
             File::Reader(_) => base,
+            File::Views => Attributes { links: 2 + tree.views.names().len() as u32, ..base },
+            File::View(number) => {
+                let dirs = if tree.views.tree(number)?.is_some() { 3 } else { 0 };
+                Attributes { links: 2 + dirs, ..base }
+            }
+            File::ViewPlan(number) => Attributes { size: tree.views.plan(number)?.len() as u64, ..base },
             File::ReadersApplied | File::ReaderStaged(_) | File::ReaderApplied(_) => {
                 of_text(text::of_reader(model, file)?)
             }
@@ -226,6 +235,7 @@ impl Fs {
                 | File::Settings
                 | File::LearnerWeight(_)
                 | File::ReaderApplied(_)
+                | File::ViewPlan(_)
                 | File::Temporary(_),
             ) => Ok(()),
             Node::Model(_, file) if file.is_named() || matches!(file, File::LearnerAllReduce(_)) => Ok(()),
@@ -263,7 +273,7 @@ impl Fs {
             space.free += pages * most.saturating_sub(used);
             let learners = model.learners().len() as u64;
             let files =
-                38 + model.companions.len() as u64 + (model.layout.tensors().len() + tree.paths.len()) as u64;
+                39 + model.companions.len() as u64 + (model.layout.tensors().len() + tree.paths.len()) as u64;
             space.free_files += most_learners.saturating_sub(learners) * FILES_OF_LEARNER;
             space.files += files + most_learners.max(learners) * FILES_OF_LEARNER;
         }
@@ -292,13 +302,14 @@ const FILES_OF_LEARNER: u64 = 12;
 /// The use of an inode.
 fn use_of(node: Node) -> FileUse {
     match node {
-        Node::Model(_, File::Learners | File::Readers) => FileUse::Learners,
+        Node::Model(_, File::Learners | File::Readers | File::Views) => FileUse::Learners,
         Node::Model(
             _,
             File::Weights(_)
             | File::Control(_)
             | File::Settings
             | File::LearnerWeight(_)
+            | File::ViewPlan(_)
             | File::ReaderApplied(_),
         ) => FileUse::Shared,
         Node::Model(

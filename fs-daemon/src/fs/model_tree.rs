@@ -18,9 +18,10 @@ use super::node::{File, MAX_PUBLICATIONS, Node};
 use super::paths::TensorPaths;
 use super::temporary::Temporaries;
 use super::tensors_name::TensorsName;
+use super::views::Views;
 use crate::session::error::Done;
 use crate::session::error::LastRefusal;
-use crate::session::model::Model;
+use crate::session::model::{Model, Snapshots};
 use crate::session::publication::Publication;
 
 /// The kernel's cache of names. Must not be called from within a request, or under a lock.
@@ -35,6 +36,8 @@ pub struct ModelTree {
     pub model: Arc<Model>,
     /// Its index in the mount.
     pub index: u8,
+    /// The directory that has its files.
+    pub home: u64,
     /// When it was mounted.
     pub started: SystemTime,
     /// Header of `tensors/<name>.npy`, by tensor.
@@ -47,6 +50,8 @@ pub struct ModelTree {
     pub tensors_name: TensorsName,
     /// The name `publish`.
     pub publications: Arc<Publications>,
+    /// Views of it.
+    pub views: Views,
     /// Files that programs are about to rename.
     pub temporaries: Temporaries,
     /// What has changed from one version to another, as looked up last.
@@ -73,21 +78,22 @@ impl ModelTree {
     /// After a new version, has the kernel drop the name `tensors` and gives the answers that wait for it.
     /// One thread calls this.
     pub fn drop_tensors_name(&self, kernel: &dyn Kernel) {
-        let dir = Node::Model(self.index, File::Dir).ino();
-        self.tensors_name.drop_name(|| kernel.forget_name(dir, "tensors"));
+        self.tensors_name.drop_name(|| kernel.forget_name(self.home, "tensors"));
     }
 
-    /// The tree of `model`, as the one of this `index`.
-    pub fn new(model: Arc<Model>, index: u8) -> ModelTree {
+    /// The tree of `model`, as the one of this `index`. A view is in the directory `home` of another tree.
+    pub fn new(model: Arc<Model>, index: u8, home: Option<u64>) -> ModelTree {
         let tensors = model.layout.tensors();
         ModelTree {
             index,
+            home: home.unwrap_or(Node::Model(index, File::Dir).ino()),
             started: SystemTime::now(),
             npy_headers: tensors.iter().map(|tensor| npy::npy_header(tensor).into()).collect(),
             layout: layout_text(tensors).into(),
             paths: TensorPaths::new(tensors),
             tensors_name: TensorsName::default(),
             publications: Arc::default(),
+            views: Views::default(),
             temporaries: Temporaries::default(),
             changes: Arc::default(),
             safetensors_header_len: safetensors_header(&model, Version(0)).len() as u64,
@@ -95,6 +101,11 @@ impl ModelTree {
             reader_owners: Mutex::default(),
             model,
         }
+    }
+
+    /// Whether it is a view, which is only read.
+    pub fn is_view(&self) -> bool {
+        matches!(self.model.snapshots, Snapshots::Never)
     }
 
     /// The newest version that may be announced. A program that knows of a version expects it, or a newer
@@ -145,6 +156,7 @@ impl ModelTree {
             | File::NamedGradients
             | File::Device
             | File::Error
+            | File::ViewPlan(_)
             | File::Snapshot => Some(Arc::clone(&self.model.own_refusal)),
             file => {
                 let id = file.learner()?;

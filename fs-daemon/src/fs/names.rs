@@ -14,6 +14,7 @@ use super::changes;
 use super::model_tree::ModelTree;
 use super::node::{File, MapsTo, Node};
 use super::paths::Child;
+use super::views;
 use super::{Fs, stale};
 use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
@@ -110,7 +111,7 @@ impl Fs {
         if let Node::Model(index, file) = node
             && let Some(version) = file.version()
             && let Some(Node::Model(_, dir)) = Node::from_ino(parent)
-            && !matches!(dir, File::Dir | File::Versions)
+            && !matches!(dir, File::Dir | File::View(_) | File::Versions)
         {
             self.looked_up.looked_up(index, version, node.ino(), parent, name);
         }
@@ -134,6 +135,12 @@ impl Fs {
                 Ok(Node::Model(index, File::Dir))
             }
             Node::Readme | Node::Trace => Err(CallError::new(libc::ENOTDIR, "no directory")),
+            Node::Model(index, File::View(number)) if name != views::PLAN => {
+                let view = self.tree(index)?.views.tree(number)?.ok_or_else(CallError::not_found)?;
+                let file = Some(name).filter(|name| views::FILES.contains(name));
+                let file = file.and_then(|name| lookup_in(&view, File::Dir, name));
+                Ok(Node::Model(view.index, file.ok_or_else(CallError::not_found)?))
+            }
             Node::Model(index, dir) => {
                 let tree = self.tree(index)?;
                 Ok(Node::Model(index, lookup_in(&tree, dir, name).ok_or_else(CallError::not_found)?))
@@ -171,6 +178,17 @@ impl Fs {
                 (node, Box::new(readme.chain(models).skip(skip.saturating_sub(2))))
             }
             Node::Readme | Node::Trace => return Err(CallError::new(libc::ENOTDIR, "no directory")),
+            Node::Model(index, File::View(number)) => {
+                let views = &tree.as_deref().ok_or_else(CallError::not_found)?.views;
+                let mut names = vec![(views::PLAN.to_owned(), Node::Model(index, File::ViewPlan(number)))];
+                if let Some(view) = views.tree(number)? {
+                    let files = fixed_files(&view.model, File::Dir).into_iter();
+                    let files = files.filter(|(name, _)| views::FILES.contains(name));
+                    names.extend(files.map(|(name, file)| (name.to_owned(), Node::Model(view.index, file))));
+                }
+                let names = names.into_iter().skip(skip.saturating_sub(2));
+                (Node::Model(index, File::Views), Box::new(names))
+            }
             Node::Model(index, dir) => {
                 let tree = tree.as_deref().ok_or_else(CallError::not_found)?;
                 let files = list_in(tree, dir, skip.saturating_sub(2))?;
@@ -197,6 +215,11 @@ impl Fs {
         if let Ok(Node::Model(index, File::Readers)) = self.node(parent) {
             return self.make_reader(index, name, owner, done);
         }
+        if let Ok(Node::Model(index, File::Views)) = self.node(parent) {
+            let made = self.tree(index).and_then(|tree| tree.views.begin(name, owner));
+            let dir = |number| self.attributes(Node::Model(index, File::View(number)).ino());
+            return done(made.and_then(dir));
+        }
         let (tree, name) = match self.joins_as(parent, name) {
             Ok((tree, name)) => (tree, name.to_owned()),
             Err(error) => return done(Err(error)),
@@ -206,6 +229,11 @@ impl Fs {
             let is_shared = ![0, this.access.owner.0].contains(&owner.0);
             let may_join = if is_shared { tree.model.check_share(owner.0) } else { Ok(()) };
             let joined = may_join.and_then(|()| tree.model.join(&name, Some(owner)));
+            if let Err(error) = &joined
+                && !tree.model.job.holds_versions()
+            {
+                tree.model.own_refusal.explain(error);
+            }
             let dir = |id| this.attributes(Node::Model(tree.index, File::Learner(id)).ino());
             done(joined.and_then(|learner| dir(learner.id)));
         });
@@ -230,7 +258,7 @@ impl Fs {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
             return Err(CallError::new(
                 libc::EPERM,
-                "directories can only be made in learners/ and readers/",
+                "directories can only be made in learners/, readers/ and views/",
             ));
         };
         Ok((self.tree(index)?, learner_name(name)?))
@@ -261,6 +289,9 @@ impl Fs {
                 done(tree.and_then(|tree| tree.model.end_reader(&name)));
             });
         }
+        if let Ok(Node::Model(index, File::Views)) = self.node(parent) {
+            return done(self.tree(index).and_then(|tree| tree.views.end(name)));
+        }
         if let Ok(Node::Model(index, File::Learners)) = self.node(parent)
             && let (Ok(tree), Some(name)) = (self.tree(index), name.to_str())
             && tree.model.learner_named(name).is_none()
@@ -286,7 +317,7 @@ impl Fs {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
             return Err(CallError::new(
                 libc::EPERM,
-                "only directories in learners/ and readers/ can be removed",
+                "only directories in learners/, readers/ and views/ can be removed",
             ));
         };
         let model = Arc::clone(&self.tree(index)?.model);
@@ -338,6 +369,9 @@ fn parent_of(tree: &ModelTree, dir: File) -> CallResult<Node> {
         tree.index,
         match dir {
             File::Dir => return Ok(Node::Root),
+            File::HuggingFace | File::Versions | File::Tensors(_, 0) => {
+                return Node::from_ino(tree.home).ok_or_else(CallError::not_found);
+            }
             File::Retained(_) => File::Versions,
             File::RetainedHuggingFace(version) | File::RetainedTensors(version, 0) => File::Retained(version),
             File::RetainedTensors(version, d) => File::RetainedTensors(version, tree.paths.get(d)?.parent),
@@ -358,7 +392,7 @@ fn retained(model: &Model, name: &str) -> Option<Version> {
 /// The entries of a directory that always has the same names; empty for others.
 fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
     let newest = || model.job.version();
-    match dir {
+    let mut files = match dir {
         // The lookup of `publish` gives a number of its own.
         File::Dir => vec![
             ("weights", File::Weights(newest())),
@@ -374,6 +408,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("versions", File::Versions),
             ("learners", File::Learners),
             ("readers", File::Readers),
+            ("views", File::Views),
             ("control", File::Controls),
             ("settings.json", File::Settings),
             ("status.json", File::Status),
@@ -410,7 +445,9 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             (0..).zip(SETTINGS.iter()).map(|(i, (name, _))| (*name, File::Control(i))).collect()
         }
         _ => Vec::new(),
-    }
+    };
+    files.retain(|(name, _)| dir != File::Dir || views::has(model, name));
+    files
 }
 
 /// The files beside the weights in `hf/`.
@@ -442,12 +479,17 @@ fn lookup_in(tree: &ModelTree, dir: File, name: &str) -> Option<File> {
             return Some(tensor_file(version, matches!(dir, File::RetainedTensors(..)), child));
         }
         File::Versions => return retained(model, name).map(File::Retained),
+        File::Views => return tree.views.named(name).map(File::View),
+        File::View(number) if name == views::PLAN => return Some(File::ViewPlan(number)),
         File::Learners => return model.learner_named(name).map(|learner| File::Learner(learner.id)),
         File::Learner(id) => drop(model.learner(id).ok()?),
         File::Retained(version) if name.starts_with("changes-") => return changes::named(version, name),
         File::Reader(id) => drop(model.reader(id).ok()?),
         File::Readers if name != APPLIED_BY_ALL => {
             return model.reader_named(name).map(|reader| File::Reader(reader.reader));
+        }
+        File::Dir if !views::has(model, name) => {
+            return tree.temporaries.named(dir, name).map(|file| File::Temporary(file.number));
         }
         // Before its version is looked up, which may then be this one or a later one.
         File::Dir if name == "tensors" => tree.tensors_name.keep(|| model.job.version()),
@@ -482,6 +524,10 @@ fn list_in(
         File::Learners => {
             let learners = model.learners();
             learners.into_iter().map(|l| (l.name.clone(), File::Learner(l.id))).collect()
+        }
+        File::Views => {
+            let views = tree.views.names().into_iter();
+            views.map(|(name, number)| (name, File::View(number))).collect()
         }
         File::Readers => {
             let readers = model.job.readers().into_iter().map(|of| (of.name, File::Reader(of.reader)));

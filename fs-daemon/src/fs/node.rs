@@ -22,6 +22,9 @@ pub const MAX_PUBLICATIONS: u64 = 1 << (INDEX_BITS + VERSION_BITS);
 
 const _: () = assert!(MAX_JOINS <= 1 << INDEX_BITS && MAX_READER_ID <= 1 << INDEX_BITS);
 
+/// Views that a model can have in the life of a mount.
+pub const MAX_VIEWS: u32 = 1 << INDEX_BITS;
+
 /// One more than the most versions that a file of changes goes back.
 pub const MAX_BACK: u64 = 1 << INDEX_BITS;
 
@@ -125,6 +128,12 @@ pub enum File {
     ReaderStaged(ReaderId),
     /// `readers/<id>/applied`.
     ReaderApplied(ReaderId),
+    /// `views/`.
+    Views,
+    /// `views/<name>/`, by number.
+    View(u32),
+    /// `views/<name>/plan`, by number.
+    ViewPlan(u32),
     /// `snapshot`.
     Snapshot,
     /// `control/`.
@@ -170,7 +179,7 @@ const README: u64 = 31;
 const TRACE: u64 = 30;
 
 /// Files of which a model has one each.
-const OF_MODEL: [File; 18] = [
+const OF_MODEL: [File; 19] = [
     File::Dir,
     File::Device,
     File::VersionText,
@@ -189,6 +198,7 @@ const OF_MODEL: [File; 18] = [
     File::Settings,
     File::Readers,
     File::ReadersApplied,
+    File::Views,
 ];
 /// Files of which a version has one each.
 const OF_VERSION: [fn(Version) -> File; 8] = [
@@ -231,6 +241,8 @@ impl File {
             File::RetainedTensor(v, i) => (9, i, v),
             File::Control(i) => (10, i, NONE),
             File::Companion(i) => (10, i, Version(1)),
+            File::View(i) => (10, i, Version(2)),
+            File::ViewPlan(i) => (10, i, Version(3)),
             File::Publish(n) => (11, wide(n).0, wide(n).1),
             File::Temporary(n) => (12, wide(n).0, wide(n).1),
             File::Sparse(v, back) => (13, back, v),
@@ -272,6 +284,8 @@ impl File {
             9 => File::RetainedTensor(version, index),
             10 if version.0 == 0 => File::Control(index),
             10 if version.0 == 1 => File::Companion(index),
+            10 if version.0 == 2 => File::View(index),
+            10 if version.0 == 3 => File::ViewPlan(index),
             11 => File::Publish(wide),
             12 => File::Temporary(wide),
             13 => File::Sparse(version, index),
@@ -393,6 +407,8 @@ impl File {
                 | File::Readers
                 | File::Reader(_)
                 | File::Controls
+                | File::Views
+                | File::View(_)
                 | File::HuggingFace
                 | File::RetainedHuggingFace(_)
         )

@@ -287,6 +287,9 @@ impl Fs {
             return self.open_text_of(request);
         };
         let model = &tree.model;
+        if tree.is_view() {
+            request.read_only("a view")?;
+        }
         if request.shows_newest_to() == Some(None)
             && let Some(why) = model.job.refuses_readers()
         {
@@ -358,9 +361,11 @@ impl Fs {
                 let file = VersionFile { reader, header: Arc::new([]), bytes: all };
                 Ok((OpenFile::Version(file), Way::Direct))
             }
-            File::Control(_) | File::Settings | File::LearnerWeight(_) | File::ReaderApplied(_) => {
-                self.open_text_of(request)
-            }
+            File::Control(_)
+            | File::Settings
+            | File::LearnerWeight(_)
+            | File::ReaderApplied(_)
+            | File::ViewPlan(_) => self.open_text_of(request),
             File::VersionText
             | File::Status
             | File::Layout

@@ -147,7 +147,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "blocks": model.layout.blocks(),
         "registry": match &model.snapshots {
             Snapshots::Registry(at) => Some(at),
-            Snapshots::Here(_) => None,
+            Snapshots::Here(_) | Snapshots::Never => None,
         },
         "transport": model.job.kind().to_string(),
         "shards": shards,
@@ -156,6 +156,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "watched_processes": mount.watched_processes,
         "learners": learners,
         "readers": readers,
+        "views": tree.views.to_json(),
         "committed_for_next_version": status.committed,
         "contributions": status.contributions,
         "contributions_of_newest_version": status.newest_of,

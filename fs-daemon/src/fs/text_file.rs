@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use libmodelio::client::SetError;
 use libmodelio::contributor::Wrote;
+use libmodelio::view::MAX_PLAN;
 use libmodelio::vocabulary::controls::{ControlError, MAX_TEXT, SETTINGS};
 use libmodelio::vocabulary::ids::{LearnerId, ReaderId, Version};
 use libmodelio::vocabulary::settings_json::{self, SETTINGS_JSON, is_incomplete};
@@ -20,6 +21,8 @@ use super::draft::{Draft, NotTaken};
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
 use super::text;
+use super::views::{make_view, read_plan};
+use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;
 use crate::session::model::not_applied;
@@ -90,6 +93,7 @@ impl Fs {
                 handle.seen.store(number_of(&text), Ordering::Relaxed);
                 text
             }
+            File::ViewPlan(number) => tree.views.plan(number)?.to_string(),
             File::RetainedText(version) => format!("{version}\n"),
             File::RetainedMeta(version) => text::meta(&tree.model, version),
             File::Status => text::status(tree, &self.mount_status()),
@@ -165,7 +169,7 @@ impl TextFile {
     /// as they may; EBADF for a file not open for writing. The next end fails, too.
     pub(super) fn write(&self, offset: u64, data: &[u8]) -> CallResult<Wrote> {
         let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
-        let longest = self.setting_name().map_or(MAX_TEXT, settings_json::longest);
+        let longest = self.longest();
         let written = draft.write(offset, data, longest, || self.present());
         let outcome = match written.map_err(|why| self.not_taken(why)) {
             Ok(true) => self.check(&self.unchecked(&draft, data.len())).map(|_| match self.setting_name() {
@@ -201,6 +205,7 @@ impl TextFile {
     fn unchecked<'a>(&self, draft: &'a Draft, len: usize) -> Cow<'a, [u8]> {
         match self.setting_name() {
             Some(SETTINGS_JSON) => Cow::Borrowed(draft.whole()),
+            _ if self.view().is_some() => Cow::Borrowed(draft.whole()),
             _ => draft.unchecked(len),
         }
     }
@@ -209,6 +214,20 @@ impl TextFile {
         draft.refuse(&error);
         self.note(&error);
         error
+    }
+
+    /// The view whose plan the file is, if it is one.
+    fn view(&self) -> Option<(&Arc<ModelTree>, u32)> {
+        match (self.node, &self.tree) {
+            (Node::Model(_, File::ViewPlan(number)), Some(tree)) => Some((tree, number)),
+            _ => None,
+        }
+    }
+
+    /// The longest text that it takes.
+    fn longest(&self) -> usize {
+        let other = || if self.view().is_some() { MAX_PLAN } else { MAX_TEXT };
+        self.setting_name().map_or_else(other, settings_json::longest)
     }
 
     /// Applies what was written. `done` hears when the job has answered.
@@ -225,6 +244,7 @@ impl TextFile {
             Ok(value) => match self.node {
                 Node::Model(_, File::LearnerWeight(id)) => self.set_weight(id, &value),
                 Node::Model(_, File::ReaderApplied(id)) => return self.applies(id, &value, done),
+                Node::Model(_, File::ViewPlan(number)) => return self.make_view(number, value, done),
                 _ => return self.set(&value, done),
             },
         };
@@ -237,6 +257,14 @@ impl TextFile {
         let applied =
             move |outcome: CallResult<()>| done(outcome.inspect_err(|error| refusal.note(error, false)));
         tree.model.applies(id, value, Box::new(applied));
+    }
+
+    fn make_view(&self, number: u32, plan: Vec<u8>, done: Done<()>) {
+        let Some(tree) = self.tree.clone() else { return done(Err(not_writable())) };
+        on_own_thread("gradfs-views", move || {
+            let made = make_view(&tree, number, &plan);
+            done(made.inspect_err(|error| tree.model.own_refusal.note(error, false)));
+        });
     }
 
     fn set(&self, value: &[u8], done: Done<()>) {
@@ -279,6 +307,10 @@ impl TextFile {
         if let (Node::Model(_, File::ReaderApplied(id)), Some(tree)) = (self.node, &self.tree) {
             return tree.model.applied_by(id, text).map(|_| None);
         }
+        if let Some((tree, _)) = self.view() {
+            let is_whole = std::str::from_utf8(text).map_or(true, |text| !is_incomplete(text));
+            return if is_whole { read_plan(tree, text).map(|_| None) } else { Ok(None) };
+        }
         let (tree, name, value) = self.setting(text)?;
         // The rest of it is still to come.
         if name == SETTINGS_JSON && is_incomplete(value) {
@@ -296,6 +328,9 @@ impl TextFile {
     fn present(&self) -> String {
         let text = self.tree.as_ref().and_then(|tree| match self.node {
             Node::Model(_, File::LearnerWeight(id)) => text::weight(&tree.model, id).ok(),
+            Node::Model(_, File::ViewPlan(number)) => {
+                tree.views.plan(number).ok().map(|text| text.to_string())
+            }
             Node::Model(_, file @ File::ReaderApplied(_)) => text::of_reader(&tree.model, file).ok(),
             _ => text::setting(&tree.model, self.setting_name()?),
         });
@@ -310,12 +345,15 @@ impl TextFile {
 
     fn not_taken(&self, why: NotTaken) -> CallError {
         let name = self.setting_name();
-        let most = name.map_or(MAX_TEXT, settings_json::longest) >> 10;
+        let most = self.longest() >> 10;
         let piece = format!("write the whole value, from its start, in at most {most} KiB");
         match (why, name) {
             (NotTaken::Piece, Some(name)) => invalid_value(name, &piece),
             (NotTaken::Piece, None) if matches!(self.node, Node::Model(_, File::ReaderApplied(_))) => {
                 not_applied(&piece)
+            }
+            (NotTaken::Piece, None) if self.view().is_some() => {
+                CallError::new(libc::EINVAL, format!("plan: {piece}"))
             }
             (NotTaken::Piece, None) => invalid_weight(&piece),
             (NotTaken::Room, _) => CallError::new(
@@ -333,7 +371,8 @@ impl TextFile {
 
     /// Keeps the reason where its learner's programs find it.
     fn note(&self, error: &CallError) {
-        if let (Node::Model(_, File::Settings | File::ReaderApplied(_)), Some(tree)) = (self.node, &self.tree)
+        if let (Node::Model(_, File::Settings | File::ReaderApplied(_) | File::ViewPlan(_)), Some(tree)) =
+            (self.node, &self.tree)
         {
             tree.model.own_refusal.note(error, false);
         }

@@ -97,6 +97,28 @@ fn can_wait(tree: &ModelTree, pollers: &Pollers) -> bool {
         && !pollers.lock().values().any(|(of, _)| *of == (tree.index, Announced::Versions))
 }
 
+/// Hears of the versions of a model, and of learners that leave it.
+fn listen_to(tree: &Arc<ModelTree>, chores: mpsc::Sender<Chore>, pollers: Pollers) {
+    let (index, of_listener) = (tree.index, Arc::downgrade(tree));
+    let listener = move |event| {
+        let chore = match event {
+            Event::Published(_) => {
+                let tree = of_listener.upgrade();
+                tree.iter().for_each(|tree| tree.views.wake());
+                if tree.is_some_and(|tree| can_wait(&tree, &pollers)) {
+                    return;
+                }
+                Chore::Published(index)
+            }
+            Event::Left(learner, reason) => Chore::Left(index, learner, reason),
+            Event::Readers => Chore::Readers(index),
+        };
+        // The receiver only goes when the mount does.
+        let _ = chores.send(chore);
+    };
+    tree.model.job.subscribe(Box::new(listener));
+}
+
 impl Calls {
     /// The calls on a filesystem with these models. Starts the thread that watches processes.
     ///
@@ -160,25 +182,16 @@ impl Calls {
         self.files.mounted_as(device);
     }
 
-    /// Hears of the versions of a model, and of learners that leave it.
+    /// Hears of the versions of a model, and of learners that leave it, and shows its views.
     fn listen_to(&self, tree: &Arc<ModelTree>) {
-        let (index, chores, pollers) = (tree.index, self.chores.clone(), Arc::clone(&self.pollers));
-        let of_listener = Arc::downgrade(tree);
-        let listener = move |event| {
-            let chore = match event {
-                Event::Published(_)
-                    if of_listener.upgrade().is_some_and(|tree| can_wait(&tree, &pollers)) =>
-                {
-                    return;
-                }
-                Event::Published(_) => Chore::Published(index),
-                Event::Left(learner, reason) => Chore::Left(index, learner, reason),
-                Event::Readers => Chore::Readers(index),
-            };
-            // The receiver only goes when the mount does.
-            let _ = chores.send(chore);
-        };
-        tree.model.job.subscribe(Box::new(listener));
+        let (fs, chores, pollers) =
+            (Arc::downgrade(&self.fs), self.chores.clone(), Arc::clone(&self.pollers));
+        listen_to(tree, chores.clone(), Arc::clone(&pollers));
+        tree.views.shown_by(Box::new(move |view, home| {
+            let tree = fs.upgrade()?.add_at(view, Some(home))?;
+            listen_to(&tree, chores.clone(), Arc::clone(&pollers));
+            Some(tree)
+        }));
     }
 
     /// Shows one more model. False if the mount has shown as many as it can.
@@ -364,6 +377,7 @@ impl Started {
                 if checked.elapsed() >= CHECK_INTERVAL {
                     checked = Instant::now();
                     calls.fs.drop_leftovers(&*kernel);
+                    calls.end_unused(&*kernel);
                     for tree in calls.fs.trees() {
                         tree.model.times.sample(&tree.model.job);
                         tree.temporaries.forget_dead(|id| tree.model.learner(id).is_ok());

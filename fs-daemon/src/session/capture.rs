@@ -33,6 +33,9 @@ impl Capture {
                 let (registry, model) = (registry.clone(), model.name.clone());
                 (StreamHead::Elsewhere { registry, model }, None, None)
             }
+            Snapshots::Never => {
+                return Err(CallError::new(libc::EOPNOTSUPP, "a view has no snapshots: save its model"));
+            }
             Snapshots::Here(shard) => {
                 let only = only(model)?;
                 let shard = shard.upgrade();

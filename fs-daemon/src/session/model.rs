@@ -36,6 +36,8 @@ pub enum Snapshots {
     Here(Weak<LocalShard>),
     /// Its shards, which the registry at this address knows.
     Registry(String),
+    /// Nobody: it is a view of another model.
+    Never,
 }
 
 /// A learner that has been dropped while programs that used it live.

@@ -187,6 +187,12 @@ impl ClientCore {
         self
     }
 
+    /// No versions are pulled, nor shown: the client knows which one is the newest.
+    pub fn holds_nothing(mut self) -> ClientCore {
+        self.buffers.hold_nothing();
+        self
+    }
+
     /// Pulls by this policy, whatever the job's settings say.
     pub fn pulls(mut self, policy: PullPolicy) -> ClientCore {
         self.pull_times.set_policy(policy);

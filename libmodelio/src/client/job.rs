@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `connect` | connecting |
 //! | `changes` | what has changed from one version to another |
+//! | `parts` | pieces of a version |
 //! | `requests` | requests of learners, and settings |
 //! | `weights` | whole new weights |
 //! | `status` | the status |
@@ -12,6 +13,7 @@
 
 mod changes;
 mod connect;
+mod parts;
 mod readers;
 mod requests;
 mod status;
@@ -48,6 +50,7 @@ use crate::vocabulary::reducer::{Content, Hyper, Reducer};
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{LearnerState, Message, ReaderDoes};
 pub use changes::ChangesError;
+pub use parts::{PartsError, PartsPeers};
 pub use requests::wait_for;
 pub use status::{JobStatus, RelayView, ShardView};
 
@@ -121,6 +124,11 @@ impl Job {
     /// The life of the model's name, of which the job was told when it began.
     pub fn generation(&self) -> Generation {
         self.shared.record.generation
+    }
+
+    /// Whether versions are pulled and shown here. Otherwise their numbers alone are known.
+    pub fn holds_versions(&self) -> bool {
+        self.shared.options.holds_versions
     }
 
     /// The layout.

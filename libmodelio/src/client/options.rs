@@ -52,6 +52,9 @@ pub struct ClientOptions {
     /// The most bytes that may be asked for and on their way from one shard. They are received where they belong, so
     /// they cost no memory. With too few, a shard is without work while this end is not running.
     pub window: usize,
+    /// Whether versions are pulled and shown. Without, the client knows the number of the newest one, and holds nothing of
+    /// it: [`Job::read_parts`](super::Job::read_parts) asks the shards. It takes no learners, and publishes nothing.
+    pub holds_versions: bool,
     /// When versions are pulled, whatever the job's settings say. On demand is at first, and then when a request waits
     /// for a newer version ([`Job::await_step`](super::Job::await_step),
     /// [`Job::await_newest`](super::Job::await_newest)).
@@ -80,6 +83,7 @@ impl Default for ClientOptions {
             checksum: Checksum::On,
             connections: 2,
             window: 64 << 20,
+            holds_versions: true,
             pulls: None,
             rdma: RdmaOptions::default(),
             patience: Duration::from_secs(10),

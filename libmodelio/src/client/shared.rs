@@ -508,12 +508,12 @@ impl Shared {
             Action::Pulled(version) => {
                 let is_first = !inner.core.shows_any();
                 inner.versions.publish(version);
-                self.shown(inner, version, !self.shards.show_their_buffers(), after, more);
+                let pulls = !self.shards.show_their_buffers() && self.options.holds_versions;
+                self.shown(inner, version, pulls, after, more);
                 // A thread waits for the first version. The keeper takes a spare buffer for those that are pulled: if
                 // one is lacking only later, its next check by itself finds that. The next pull may be put off, and due
                 // soon.
                 let (retain, max) = inner.bounds();
-                let pulls = !self.shards.show_their_buffers();
                 if is_first || pulls && inner.versions.lacks_spare(retain, max) {
                     self.lifetime.rouse();
                 } else {

@@ -16,7 +16,7 @@ use std::time::SystemTime;
 use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
 use crate::bytes::region::{Region, RegionKey};
-use crate::bytes::surplus::Surplus;
+use crate::bytes::surplus::{Surplus, UNUSED_FOR};
 use crate::client::patching::{Patches, Patching};
 use crate::vocabulary::ids::{BlockId, Version};
 use crate::vocabulary::meta::Meta;
@@ -107,6 +107,9 @@ pub(super) struct Versions {
     coming: bool,
     /// The last spare buffer that was wanted did not come.
     spare_failed: bool,
+    /// The client has had learners, or written new weights: a step must not wait for memory. One that only reads holds two
+    /// buffers, and more only for as long as readers hold older versions.
+    writes: bool,
     next_key: u64,
 }
 
@@ -127,6 +130,7 @@ impl Versions {
             patches: Patches::default(),
             coming: false,
             spare_failed: false,
+            writes: false,
             next_key: 1,
         }
     }
@@ -152,6 +156,11 @@ impl Versions {
         let key = RegionKey(self.next_key);
         self.next_key += 1;
         key
+    }
+
+    /// The client has a learner, or writes new weights.
+    pub(super) fn writes(&mut self) {
+        self.writes = true;
     }
 
     /// Whether to take a spare buffer, which [`Self::add_spare`] or [`Self::no_spare`] must follow. It is worth its
@@ -218,6 +227,7 @@ impl Versions {
             // Versions that are pulled have buffers that new weights can take in turn.
             self.kept = None;
             self.recycle(retain, max);
+            while !self.writes && self.take_from_names(retain) {}
             self.back = self.free.pop();
             if self.back.is_some() {
                 self.surplus.taken(self.free.len());
@@ -345,7 +355,7 @@ impl Versions {
             before.into_iter().for_each(|before| self.unpin(before, 1));
             let is_sent = std::mem::take(&mut self.back_is_sent);
             self.shown.insert(version, Shown { is_sent, ..Shown::new(buffer, SystemTime::now()) });
-            let gone = self.surplus.made(self.free.len());
+            let gone = self.surplus.made(self.free.len(), if self.writes { UNUSED_FOR } else { 1 });
             self.free.truncate(self.free.len() - gone);
         }
     }
@@ -420,6 +430,7 @@ impl Versions {
     }
 
     fn take_one(&mut self, max: usize) -> io::Result<Region> {
+        self.writes();
         // A connection may still read the memory of the last ones.
         let kept = self.kept.take().map(|(region, _)| region);
         let is_idle = |memory: &Arc<Mapping>| Arc::strong_count(memory) == 1 && !memory.is_lent();
@@ -552,6 +563,7 @@ mod tests {
     #[test]
     fn names_keep_a_version_until_its_buffer_is_needed() {
         let mut versions = Versions::new(4096);
+        versions.writes();
         for version in (1..=9).map(Version) {
             assert!(versions.back(0, 4).unwrap().is_some(), "{version}");
             versions.publish(version);
@@ -579,8 +591,31 @@ mod tests {
     }
 
     #[test]
+    fn a_client_that_only_reads_holds_two_buffers_while_nobody_holds_an_older_version() {
+        let mut versions = Versions::new(4096);
+        let comes = |versions: &mut Versions, version: u64| {
+            assert!(versions.back(0, 32).unwrap().is_some());
+            versions.publish(Version(version));
+            assert!(versions.look_up(Version(version)));
+            versions.recycle(0, 32);
+            versions.buffers().0
+        };
+        assert_eq!((1..=4).map(|version| comes(&mut versions, version)).collect::<Vec<_>>(), [1, 2, 2, 2]);
+        assert!(versions.open(Version(4)));
+        assert_eq!((5..=8).map(|version| comes(&mut versions, version)).collect::<Vec<_>>(), [2, 3, 3, 3]);
+        versions.close(Version(4));
+        versions.unpin(Version(4), 1);
+        versions.forget(Version(4), 1);
+        assert_eq!((9..=11).map(|version| comes(&mut versions, version)).collect::<Vec<_>>(), [2, 2, 2]);
+        // Whoever has learners keeps the third one for the next steps.
+        versions.writes();
+        assert_eq!((12..=14).map(|version| comes(&mut versions, version)).collect::<Vec<_>>(), [3, 4, 5]);
+    }
+
+    #[test]
     fn a_version_that_may_be_mapped_is_kept_and_few_are() {
         let mut versions = Versions::new(4096);
+        versions.writes();
         for version in (1..=9).map(Version) {
             assert!(versions.back(0, 5).unwrap().is_some(), "{version}");
             versions.publish(version);

@@ -71,7 +71,7 @@ pub enum NamedError {
 }
 
 /// Elements of one type as those of another: appends what `from` has.
-type Convert = fn(from: &[u8], to: &mut Vec<u8>);
+pub(crate) type Convert = fn(from: &[u8], to: &mut Vec<u8>);
 
 /// Where a tensor of the file goes.
 #[derive(Debug)]
@@ -300,7 +300,7 @@ fn targets(layout: &ModelLayout, json: &[u8]) -> Result<(Vec<Target>, BTreeMap<S
 
 /// How elements of one type become those of another. None if values would be lost that the model could not round itself:
 /// it rounds fp32 to its type.
-fn conversion(from: DType, to: DType) -> Option<Convert> {
+pub(crate) fn conversion(from: DType, to: DType) -> Option<Convert> {
     macro_rules! each {
         ($from:ty, $to:ty, |$value:ident| $convert:expr) => {
             |from: &[u8], to: &mut Vec<u8>| {

@@ -4,8 +4,8 @@ use std::ops::RangeInclusive;
 
 use super::header::{HEADER, Header, Payload};
 use super::{
-    DataKind, Limits, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Refusal, RegistryAnswer,
-    RegistryRequest, WireError,
+    DataKind, Limits, MAX_PARTS_BYTES, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Refusal,
+    RegistryAnswer, RegistryRequest, WireError,
 };
 use crate::vocabulary::block_ranges::{self, BlockRanges, RangesError};
 use crate::vocabulary::coding::Form;
@@ -13,6 +13,7 @@ use crate::vocabulary::dtype::MOST_WIDENING;
 use crate::vocabulary::ids::Epoch;
 use crate::vocabulary::layout::MAX_BLOCK_SIZE;
 use crate::vocabulary::partly::PartlyWritten;
+use crate::vocabulary::strided::Strided;
 
 /// Longest text of a refusal that says what went wrong in its own words, in bytes.
 const MAX_REASON: usize = 1024;
@@ -49,6 +50,7 @@ impl Message {
             | Message::Switch => 1..=MAX_PAYLOAD,
             // Narrow elements have masters and optimizer state of more than their room.
             Message::Fetched | Message::Load { .. } => 0..=MOST_WIDENING as u32 * MAX_BLOCK_SIZE,
+            Message::PartBytes => 1..=MAX_PARTS_BYTES,
             Message::Text | Message::ChangedBlocks { .. } => 0..=MAX_PAYLOAD,
             Message::Commit { .. } | Message::State(_) => 0..=MAX_SMALL_MODEL,
             _ => 0..=0,
@@ -107,6 +109,10 @@ impl Message {
                 blocks(&source.blocks)?;
                 pieces(&source.partly)
             }),
+            Message::ReadParts { parts, .. } => match Strided::total(parts, u64::MAX) {
+                Some(bytes) if (1..=MAX_PARTS_BYTES.into()).contains(&bytes) => Ok(()),
+                _ => Err(WireError::Pieces { most: MAX_PARTS_BYTES }),
+            },
             Message::Pull { blocks: range, .. } if range.is_empty() => Err(WireError::Ranges {
                 message: self.name(),
                 error: RangesError::Empty { start: range.start, end: range.end },

@@ -80,6 +80,12 @@ pub enum WireError {
         /// The fault.
         error: RangesError,
     },
+    /// Pieces of a version that are none, or too long.
+    #[error("pieces that are none, or have more than {most} bytes together")]
+    Pieces {
+        /// The limit.
+        most: u32,
+    },
     /// This end was given something that does not belong here: an error in gradfs.
     #[error("{0} out of order")]
     Order(&'static str),
@@ -115,6 +121,9 @@ impl WireError {
             }
             WireError::Ranges { message, error } => {
                 frame(&format!("blocks of {message}"), "a set of blocks".into(), error.to_string())
+            }
+            WireError::Pieces { most } => {
+                frame("pieces", format!("pieces of 1 to {most} bytes together"), "others".into())
             }
             WireError::Order(_) => Refusal::other(self),
         }

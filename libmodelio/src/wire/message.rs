@@ -12,6 +12,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::MAX_PARTS;
+use super::bounded::list;
 use crate::vocabulary::block_ranges::{BlockRanges, TensorRanges};
 use crate::vocabulary::coding::Form;
 use crate::vocabulary::controls::Controls;
@@ -27,6 +29,7 @@ use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::readers::ReaderState;
 use crate::vocabulary::reducer::{self, Combine, Reducer};
 use crate::vocabulary::shard_error::ShardError;
+use crate::vocabulary::strided::Strided;
 use crate::vocabulary::tensor_steps::TensorSteps;
 use crate::vocabulary::weight::Weight;
 
@@ -819,6 +822,20 @@ pub enum Message {
         /// The address.
         address: String,
     },
+
+    // -- pieces of a version
+    /// Send pieces that lie in the shard's blocks. Answered by `PartBytes`.
+    ReadParts {
+        /// The life of the model.
+        generation: Generation,
+        /// The version.
+        version: Version,
+        /// The pieces, of 1 to [`super::MAX_PARTS_BYTES`] bytes together.
+        #[serde(deserialize_with = "list::<MAX_PARTS, _, _>")]
+        parts: Vec<Strided>,
+    },
+    /// The answer. The payload is the pieces, one behind the other.
+    PartBytes,
 
     // -- a client to a shard that has an older version
     /// Like `Push`, for a block of new weights: what has changed in it, as a patch. Not answered.

@@ -23,6 +23,7 @@ use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::readers::ReaderState;
 use crate::vocabulary::reducer::{self, Combine, Content, Hyper, Reducer};
 use crate::vocabulary::shard_error::ShardError;
+use crate::vocabulary::strided::Strided;
 use crate::vocabulary::tensor_steps::TensorSteps;
 use crate::vocabulary::weight::Weight;
 
@@ -44,6 +45,11 @@ fn shard() -> impl Strategy<Value = ShardId> {
 
 fn block() -> impl Strategy<Value = BlockId> {
     any::<u32>().prop_map(BlockId)
+}
+
+fn strided() -> impl Strategy<Value = Strided> {
+    let bounds = (any::<u32>(), 1..200u64, 0..1u64 << 40, 1..200u64);
+    bounds.prop_map(|(start, run, gap, count)| Strided { start: start.into(), run, stride: run + gap, count })
 }
 
 fn range() -> impl Strategy<Value = Range<u32>> {
@@ -765,6 +771,10 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(address, depth)| Message::PullVia { address, depth })
             .boxed(),
         text().prop_map(|address| Message::RelayFailed { address }).boxed(),
+        (id64(Generation), id64(Version), vec(strided(), 1..6))
+            .prop_map(|(generation, version, parts)| Message::ReadParts { generation, version, parts })
+            .boxed(),
+        Just(Message::PartBytes).boxed(),
         (id64(PlanId), block(), id64(Version), any::<(u32, bool)>())
             .prop_map(|(plan, block, base, (crc, ahead))| Message::PushChanges {
                 plan,

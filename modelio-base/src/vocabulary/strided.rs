@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 /// `count` pieces of `run` bytes. Each begins `stride` bytes behind the one before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Strided {
     /// Offset of the first piece, in bytes from the start of the model.
     pub start: u64,
@@ -34,6 +36,14 @@ impl Strided {
         (self.count - 1).checked_mul(self.stride)?.checked_add(self.start)?.checked_add(self.run)
     }
 
+    /// The bytes of all `parts` together; none if one of them is no pieces of a model of `size` bytes.
+    pub fn total(parts: &[Strided], size: u64) -> Option<u64> {
+        parts.iter().try_fold(0u64, |sum, part| {
+            part.end().filter(|end| *end <= size)?;
+            sum.checked_add(part.bytes()?)
+        })
+    }
+
     /// The pieces in order.
     pub fn pieces(&self) -> impl Iterator<Item = Range<u64>> + use<> {
         let Strided { start, run, stride, count } = *self;
@@ -61,5 +71,9 @@ mod tests {
         assert!(unsound.iter().all(|strided| strided.bytes().is_none() && strided.end().is_none()));
         assert_eq!(Strided { stride: u64::MAX, count: 3, ..sound }.end(), None);
         assert_eq!(Strided { run: u64::MAX, stride: u64::MAX, ..sound }.bytes(), None);
+        assert_eq!(Strided::total(&[sound, sound], 6), Some(8));
+        assert_eq!((Strided::total(&[sound], 5), Strided::total(&[unsound[0]], 9)), (None, None));
+        let long = Strided::contiguous(0..u64::MAX);
+        assert_eq!(Strided::total(&[long, long], u64::MAX), None);
     }
 }

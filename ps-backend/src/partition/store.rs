@@ -19,7 +19,7 @@
 mod accumulator;
 mod buffer;
 mod builder;
-mod changes;
+pub(crate) mod changes;
 mod coded;
 mod error;
 mod job;

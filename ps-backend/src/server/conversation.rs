@@ -12,13 +12,15 @@ use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::layout::MAX_BLOCK_SIZE;
 use libmodelio::wire::{
-    Limits, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Received, Refusal, RegistryRequest, Role,
+    Limits, MAX_PARTS_BYTES, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Received, Refusal,
+    RegistryRequest, Role,
 };
 
 use super::coordinator::Coordinator;
 use super::errands::{self, Errand};
 use super::origins::{Origin, OriginPlace};
 use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, Sending, ToCoordinator};
+use super::parts::Reading;
 use super::rdma_clients::RdmaClient;
 use super::redirect::{Redirect, TurnedAway};
 use super::shared::Shared;
@@ -86,6 +88,8 @@ pub(super) struct Peer {
     /// Kept here until the greeting.
     remote: Option<Box<RdmaClient>>,
     unsent: Arc<UnsentAll>,
+    /// The version that it reads pieces of.
+    reading: Reading,
 }
 
 impl Peer {
@@ -113,6 +117,7 @@ impl Peer {
             memory,
             remote: None,
             unsent: Arc::default(),
+            reading: Reading::default(),
         }
     }
 
@@ -268,7 +273,11 @@ impl Peer {
     ) -> Result<(), Refusal> {
         let origin = self.origin.ok_or_else(|| Refusal::other("such requests come by TCP"))?;
         // The answer to most requests is short.
-        let bytes = if kind == errands::ErrandKind::Changes { admin::CHANGES_BYTES } else { payload.len() };
+        let bytes = match kind {
+            errands::ErrandKind::Changes => admin::CHANGES_BYTES,
+            errands::ErrandKind::Parts => MAX_PARTS_BYTES as usize,
+            _ => payload.len(),
+        };
         let unsent = Unsent::one_more(&self.unsent, bytes)?;
         let (link, payload) = (self.link.clone(), payload.to_vec());
         let work = move |unsent| answer_counted(&link, request, answers(&payload), Some(unsent));
@@ -276,7 +285,7 @@ impl Peer {
     }
 
     /// Handles a request for administration, with its payload.
-    fn administer(&self, request: u64, message: Message, payload: &[u8]) -> Result<(), Refusal> {
+    fn administer(&mut self, request: u64, message: Message, payload: &[u8]) -> Result<(), Refusal> {
         let shared = Arc::clone(&self.shared);
         let answer = match message {
             Message::Load { generation, block, what } => {
@@ -354,6 +363,15 @@ impl Peer {
                 return self.send_off(request, errands::ErrandKind::Changes, payload, move |_| {
                     admin::changed_since(&shared, generation, (base, version), first)
                 });
+            }
+            Message::ReadParts { generation, version, parts } if shared.options.holds_blocks => {
+                match self.reading.of(&shared, generation, version) {
+                    Ok(of) => {
+                        let kind = errands::ErrandKind::Parts;
+                        return self.send_off(request, kind, payload, move |_| of.gather(&parts));
+                    }
+                    Err(refusal) => Err(refusal),
+                }
             }
             Message::Delete { model, generation } if shared.options.holds_blocks => {
                 return self.send_off(request, errands::ErrandKind::Short, payload, move |_| {
@@ -665,7 +683,7 @@ impl Conversation for Peer {
         }
         match &mut self.kind {
             PeerKind::Data(data) => data.tick(now, &self.link).map_err(|refusal| self.refuse(0, refusal)),
-            _ => Ok(None),
+            _ => Ok(self.reading.until(now)),
         }
     }
 

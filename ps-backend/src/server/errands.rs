@@ -33,6 +33,8 @@ pub(super) enum ErrandKind {
     Short,
     /// For no other request. Its answer is long.
     Changes,
+    /// For no other request. Its answer is pieces of a version.
+    Parts,
     /// For no other request. It is about a model's record.
     Record,
     /// For memory.
@@ -42,8 +44,14 @@ pub(super) enum ErrandKind {
 }
 
 /// In the order in which they begin.
-const KINDS: [ErrandKind; 5] =
-    [ErrandKind::Short, ErrandKind::Changes, ErrandKind::Record, ErrandKind::Memory, ErrandKind::Others];
+const KINDS: [ErrandKind; 6] = [
+    ErrandKind::Short,
+    ErrandKind::Changes,
+    ErrandKind::Parts,
+    ErrandKind::Record,
+    ErrandKind::Memory,
+    ErrandKind::Others,
+];
 
 /// A request, and the count of what its connection has under way.
 pub(super) struct Errand {
@@ -142,7 +150,7 @@ impl Line {
         }
         KINDS.into_iter().find(|&kind| {
             let most = match kind {
-                ErrandKind::Short | ErrandKind::Changes => threads,
+                ErrandKind::Short | ErrandKind::Changes | ErrandKind::Parts => threads,
                 ErrandKind::Record => MAX_OF_RECORDS,
                 ErrandKind::Memory => MAX_OF_MEMORY,
                 ErrandKind::Others => MAX_OF_OTHERS,

@@ -10,6 +10,7 @@ mod devices;
 mod early;
 mod leavers;
 mod members;
+mod parts;
 mod refusals;
 mod rounds;
 mod settings;
@@ -94,6 +95,11 @@ macro_rules! conforms {
                 no_read_is_torn,
                 any_range_can_be_read,
                 listeners_hear_of_every_version,
+            ],
+            parts: [
+                pieces_of_a_version_are_read_wherever_it_is,
+                pieces_that_are_none_are_refused,
+                pieces_of_versions_that_are_not_there_are_not_read,
             ],
             weights: [
                 new_weights_appear_whole_everywhere,

@@ -124,6 +124,19 @@ impl Site {
             Place::Here(job) => Arc::clone(job),
             Place::There(world) => Arc::new(world.connect(&world.shards(), world.transport).unwrap()),
         };
+        self.with(job)
+    }
+
+    /// One that holds nothing of the model, where the model is elsewhere.
+    pub fn onlooker(&self) -> Arc<End> {
+        let job = match &self.place {
+            Place::Here(job) => Arc::clone(job),
+            Place::There(world) => Arc::new(world.onlooker()),
+        };
+        self.with(job)
+    }
+
+    fn with(&self, job: Arc<Job>) -> Arc<End> {
         let end = Arc::new(End { job });
         self.ends.lock().unwrap().push(Arc::clone(&end));
         end

@@ -11,6 +11,7 @@ mod living;
 mod moved;
 mod moving;
 mod parking;
+mod parts;
 mod patched;
 mod payload;
 mod pinned;

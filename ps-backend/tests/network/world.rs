@@ -212,6 +212,12 @@ impl World {
         }
     }
 
+    /// A client that holds nothing of the model.
+    pub fn onlooker(&self) -> Job {
+        let options = ClientOptions { holds_versions: false, ..self.client_options() };
+        Job::connect(&self.record, &self.shards(), options).unwrap()
+    }
+
     pub fn client_with(&self, change: impl FnOnce(&mut ClientOptions)) -> Client {
         let mut options = self.client_options();
         change(&mut options);

@@ -10,7 +10,8 @@ use super::*;
 use crate::config::ModelSource;
 use crate::config::cluster::{
     CLUSTER, CreateConfig as Create, DeleteConfig, DrainConfig, MountConfig as Mount,
-    RegistryConfig as Registry, SaveConfig, SavedModel, ShardConfig as Shard, StatusConfig, StatusOf, Via,
+    RegistryConfig as Registry, SaveConfig, SavedModel, ShardConfig as Shard, Shows, StatusConfig, StatusOf,
+    Via,
 };
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::reactor::Choice;
@@ -119,6 +120,11 @@ fn flags_reach_the_configuration() {
         (mount.transport, mount.rdma.gid_index, mount.rdma.reads),
         (TransportChoice::Rdma, Some(3), 4)
     );
+
+    assert_eq!(mount.shows, Shows::All);
+    let shows = |words: &str| config!(Mount, &format!("mount /mnt --registry node1 {words}")).unwrap().shows;
+    assert_eq!(shows("--views-only"), Shows::Views);
+    assert_eq!(shows("--tensors a.* --tensors b"), Shows::Tensors(vec!["a.*".into(), "b".into()]));
 
     let words = "create llama --size 1GiB --dtype bf16 --registry node1 --shards 4 --block-size 64KiB \
                  --reducer adam --learners 2 --learning-rate 1e-3 --retain 2";

@@ -100,6 +100,7 @@ fn defaults() {
                 insecure: false,
             },
             models: vec![],
+            shows: Shows::All,
             registry: at("node1", 7070),
             transport: TransportChoice::Auto,
             checksum: Checksum::On,

@@ -15,11 +15,21 @@ pub(super) struct Buffers {
     brought: Option<Version>,
     /// The number of blocks that connections are receiving into the back buffer.
     reserved: u32,
+    /// There are none: versions are only known.
+    are_none: bool,
 }
 
 impl Buffers {
     pub(super) fn shown(&self) -> Option<Version> {
         self.shown
+    }
+
+    pub(super) fn hold_nothing(&mut self) {
+        self.are_none = true;
+    }
+
+    pub(super) fn are_none(&self) -> bool {
+        self.are_none
     }
 
     /// Whether the back buffer can be filled with any version.

@@ -117,6 +117,10 @@ impl ClientCore {
         if !self.can_pull() {
             return;
         }
+        if self.buffers.are_none() {
+            self.buffers.fill_with_own();
+            return actions.push(Action::Pulled(self.state.version));
+        }
         self.pull_times.is_behind(now);
         if self.buffers.has_brought(self.state.version) {
             self.buffers.fill();
@@ -161,7 +165,7 @@ impl ClientCore {
 
     /// Whether the back buffer can be filled at once with this version, which the client has not asked for.
     pub fn takes_version(&self, version: Version) -> bool {
-        let is_idle = self.pull.is_none() && self.buffers.is_idle();
+        let is_idle = self.pull.is_none() && self.buffers.is_idle() && !self.buffers.are_none();
         is_idle && self.buffers.shown().is_none_or(|shown| version > shown) && self.state.sequence != 0
     }
 

@@ -53,6 +53,7 @@ impl Job {
             host: shm::host(),
         });
         let core = core.by_relays(offer, options.via.clone());
+        let core = if options.holds_versions { core } else { core.holds_nothing() };
         let (transport, connections) = (options.transport, options.connections);
         if transport == TransportChoice::Rdma && !IS_BUILT_IN {
             return Err(ClientError::Transport { model, why: NO_RDMA.to_owned() });
@@ -82,7 +83,9 @@ impl Job {
             endpoint = Some(Ok(opened));
         }
         let mut versions = Versions::new(size);
-        versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
+        if options.holds_versions {
+            versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
+        }
         let inner = Inner::new(core, versions, routes);
         let reached = Shards::Connected(reactor.handle());
         // The job holds the threads, so that it can end them.
@@ -145,7 +148,7 @@ impl Job {
     fn await_first(&self) -> Result<(), ClientError> {
         let deadline = Instant::now() + self.shared.options.patience;
         let mut inner = self.shared.inner.lock();
-        while inner.versions.newest().is_none() {
+        while !inner.core.shows_any() {
             if !self.shared.lifetime.wait_until(&mut inner, deadline) {
                 let why = inner.peers.why_nothing_came(self.shared.options.patience);
                 return Err(ClientError::Unreachable { model: self.shared.model.clone(), why });

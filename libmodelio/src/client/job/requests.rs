@@ -36,8 +36,24 @@ impl Job {
         }
     }
 
+    /// Whether this client takes learners and new weights.
+    ///
+    /// # Errors
+    /// [`ShardError::NotAllowed`] if it holds no versions, or what [`Self::request`] has.
+    pub(super) fn may_write(&self) -> Result<(), ShardError> {
+        if !self.shared.options.holds_versions {
+            let why = "the model is not here, but only views of it: learners and publishers need a mount of the model";
+            return Err(ShardError::NotAllowed(why.into()));
+        }
+        self.shared.lifetime.refuse_if_ending()
+    }
+
     /// A learner joins under a name.
     pub fn join(&self, name: String, timeout: Duration, done: Done<(LearnerId, Incarnation)>) {
+        if let Err(error) = self.may_write() {
+            return done(Err(error));
+        }
+        self.shared.inner.lock().versions.writes();
         let joined = move |result| {
             done(match result {
                 Ok(Message::Joined { learner, incarnation, .. }) => Ok((learner, incarnation)),

@@ -27,6 +27,7 @@ impl Job {
     /// # Errors
     /// [`ShardError::NotAllowed`].
     pub fn may_assign(&self) -> Result<(), ShardError> {
+        self.may_write()?;
         let inner = self.shared.inner.lock();
         let (reducer, version) = (inner.controls().reducer, inner.core.version());
         if reducer.takes_weights() || version == Version(0) {
@@ -42,7 +43,7 @@ impl Job {
     /// # Errors
     /// When too many are in use.
     pub fn allocate(&self) -> Result<Region, ShardError> {
-        self.shared.lifetime.refuse_if_ending()?;
+        self.may_write()?;
         let buffer = match self.shared.shards.local() {
             Some(local) => loop {
                 match local.shard.take_buffer() {
@@ -138,7 +139,7 @@ impl Job {
     /// the caller's: shards copy the blocks. The bytes that count are those that the memory has at some time before the
     /// answer; after a timeout they may be copied later. `done` is called when this client shows the version.
     pub fn assign_blocks(&self, memory: &Region, blocks: &FixedBitSet, timeout: Duration, done: Done<()>) {
-        if let Err(error) = self.shared.lifetime.refuse_if_ending() {
+        if let Err(error) = self.may_write() {
             return done(Err(error));
         }
         // A request that timed out may have been taken, and its blocks are those of its own region.

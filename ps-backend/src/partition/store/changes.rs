@@ -16,25 +16,25 @@ const SHARE: u64 = 10;
 
 /// What has changed in one version. A block that nothing is said of has changed on the whole.
 #[derive(Debug)]
-pub(super) struct VersionChanges(Box<[Mutex<Changed>]>);
+pub(crate) struct VersionChanges(Box<[Mutex<Changed>]>);
 
 impl VersionChanges {
-    pub(super) fn new(blocks: u32) -> Arc<VersionChanges> {
+    pub(crate) fn new(blocks: u32) -> Arc<VersionChanges> {
         Arc::new(VersionChanges((0..blocks).map(|_| Mutex::new(Changed::Whole)).collect()))
     }
 
     /// Says what has changed in a block.
-    pub(super) fn set(&self, block: BlockId, changed: Changed) {
+    pub(crate) fn set(&self, block: BlockId, changed: Changed) {
         *self.0[block.index()].lock() = changed;
     }
 
     /// What has changed in a block. Nobody else asks or says it meanwhile.
-    pub(super) fn of(&self, block: BlockId) -> MutexGuard<'_, Changed> {
+    pub(crate) fn of(&self, block: BlockId) -> MutexGuard<'_, Changed> {
         self.0[block.index()].lock()
     }
 
     /// Appends the patch that makes the block from the one before. False if all of it may have changed.
-    pub(super) fn patch(&self, block: BlockId, bytes: &[u8], out: &mut Vec<u8>) -> bool {
+    pub(crate) fn patch(&self, block: BlockId, bytes: &[u8], out: &mut Vec<u8>) -> bool {
         self.0[block.index()].lock().patch(bytes, out)
     }
 
@@ -43,11 +43,20 @@ impl VersionChanges {
     }
 }
 
-/// The records of the newest versions, without a gap.
+/// What has changed after one version until another, and the bytes that this takes.
 #[derive(Debug)]
-pub(super) struct ChangeLog {
+struct Record {
+    base: Version,
+    version: Version,
+    changes: Arc<VersionChanges>,
+    taken: u64,
+}
+
+/// The records of the newest versions, without a gap: each begins where the one before ends.
+#[derive(Debug)]
+pub(crate) struct ChangeLog {
     /// The newest one is the last.
-    records: VecDeque<(Version, Arc<VersionChanges>, u64)>,
+    records: VecDeque<Record>,
     /// The number of versions.
     keep: usize,
     /// The bytes of the records, and the most that they may be.
@@ -57,28 +66,38 @@ pub(super) struct ChangeLog {
 
 impl ChangeLog {
     /// No records yet, of a partition of this size.
-    pub(super) fn new(bytes: u64, keep: usize) -> ChangeLog {
+    pub(crate) fn new(bytes: u64, keep: usize) -> ChangeLog {
         ChangeLog { records: VecDeque::new(), keep, taken: 0, most: bytes / SHARE }
     }
 
     /// From now on, the records of so many versions are kept.
-    pub(super) fn keep(&mut self, versions: usize) {
+    pub(crate) fn keep(&mut self, versions: usize) {
         self.keep = versions;
         self.trim();
     }
 
     /// The record of the next version, if one is kept.
-    pub(super) fn next(&self, blocks: u32) -> Option<Arc<VersionChanges>> {
+    pub(crate) fn next(&self, blocks: u32) -> Option<Arc<VersionChanges>> {
         (self.keep > 0).then(|| VersionChanges::new(blocks))
     }
 
-    /// A version is published. `changes` say what has changed since the one before it, if anybody knows.
-    pub(super) fn publish(&mut self, version: Version, changes: Option<Arc<VersionChanges>>) {
+    /// A version is published. `changes` say what has changed since the number before it, if anybody knows.
+    pub(crate) fn publish(&mut self, version: Version, changes: Option<Arc<VersionChanges>>) {
+        self.publish_after(Version(version.0.saturating_sub(1)), version, changes);
+    }
+
+    /// The same of a version that comes after `base`, perhaps with other numbers between.
+    pub(crate) fn publish_after(
+        &mut self,
+        base: Version,
+        version: Version,
+        changes: Option<Arc<VersionChanges>>,
+    ) {
         match changes {
             Some(changes) => {
                 let taken = changes.taken();
                 self.taken += taken;
-                self.records.push_back((version, changes, taken));
+                self.records.push_back(Record { base, version, changes, taken });
             }
             None => {
                 self.records.clear();
@@ -90,22 +109,22 @@ impl ChangeLog {
 
     fn trim(&mut self) {
         while self.records.len() > self.keep || self.taken > self.most {
-            let Some((_, _, taken)) = self.records.pop_front() else { break };
+            let Some(Record { taken, .. }) = self.records.pop_front() else { break };
             self.taken -= taken;
         }
     }
 
     /// The bytes that the records take.
-    pub(super) fn taken(&self) -> u64 {
+    pub(crate) fn taken(&self) -> u64 {
         self.taken
     }
 
     /// What has changed after `base` until `version`, if that is known.
-    pub(super) fn since(&self, base: Version, version: Version) -> Option<Since> {
-        let all = version.0.checked_sub(base.0).filter(|count| *count > 0)?;
-        let records = self.records.iter().filter(|(of, ..)| base < *of && *of <= version);
-        let records: Vec<_> = records.map(|(_, changes, _)| Arc::clone(changes)).collect();
-        (records.len() as u64 == all).then_some(Since { base, records })
+    pub(crate) fn since(&self, base: Version, version: Version) -> Option<Since> {
+        let first = self.records.iter().position(|of| of.base == base)?;
+        let last = self.records.iter().position(|of| of.version == version).filter(|last| *last >= first)?;
+        let records = self.records.range(first..=last).map(|of| Arc::clone(&of.changes)).collect();
+        Some(Since { base, records })
     }
 }
 

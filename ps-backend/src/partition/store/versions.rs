@@ -16,7 +16,7 @@ use std::time::{Duration, Instant, SystemTime};
 use libmodelio::bytes::available;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::{Region, RegionKey};
-use libmodelio::bytes::surplus::Surplus;
+use libmodelio::bytes::surplus::{Surplus, UNUSED_FOR};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 
@@ -182,7 +182,7 @@ impl Versions {
         }
         self.watches.iter().for_each(|watch| watch.published(version, &buffer.region));
         self.table.insert(version, Arc::clone(buffer), SystemTime::now());
-        for _ in 0..self.surplus.made(self.free.len()) {
+        for _ in 0..self.surplus.made(self.free.len(), UNUSED_FOR) {
             self.live -= usize::from(self.free.pop().is_some());
         }
     }

@@ -2,6 +2,7 @@
 
   delta    by what has changed (control/delta = auto) and whole (off), of weights of bf16; and the same by hand
   fanout   whole weights of 128 MiB on eight hosts whose mounts pull from each other (--via auto), and on one host
+  views    one of eight ranks' shares of a model with the shapes of Llama, on a mount that holds nothing else
   record   publishing with records of what has changed (control/changes = 16) and without (0), on one host
 
 delta: two hosts are network namespaces, whose sending the kernel limits. The first has the shard and the trainer's mount,
@@ -9,11 +10,16 @@ the second the reader's. The weights are those of a packaged model, tiled. Befor
 changes at random, or so many as an AdamW step changes at a learning rate of 3e-6. The time is from the trainer's close
 until the reader has all bytes in memory of its own; against scripts, from the trainer's first write.
 
+views: between the same hosts. Bytes are those that the mount has pulled for each version of a rank's view, in sizes of the
+model. Memory is what the mount's process takes with the view and without. Then eighths of all matrices are read into new
+views, in turn by rows and by columns, which lie scattered over all blocks.
+
 By hand, as scripts do it that share a directory: the trainer compares with a copy, and writes indices and values of each
 tensor, or all weights, as safetensors, and then a marker. An HTTP server on its host has the directory. The reader polls
 for the marker, fetches the file, and brings its own copy up to date. The time is from the beginning of the comparison.
 """
 
+import json
 import mmap
 import os
 import shutil
@@ -25,7 +31,7 @@ from machine import GIB, MIB, own_python, say
 from netns import Cluster, Hosts
 from report import Figure, times, worst
 
-PARTS = ("delta", "fanout", "record")
+PARTS = ("delta", "views", "fanout", "record")
 QUICK = "64 MiB in place of 1 GiB, and fewer turns: below 45 s once it is built"
 RATE = 1e9
 DEADLINE = 300.0
@@ -182,6 +188,86 @@ def fanout(bench, gradfs):
     ]
 
 
+def checkpoint(path, hidden, layers, vocabulary):
+    """A safetensors file of bf16 with the shapes of Llama; the size of its weights."""
+    import numpy
+
+    rows, kv, shapes = hidden * 11 // 4, hidden // 4, {"model.embed_tokens.weight": (vocabulary, hidden)}
+    matrices = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)}
+    matrices |= {"self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (rows, hidden), "mlp.up_proj": (rows, hidden)}
+    matrices |= {"mlp.down_proj": (hidden, rows), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    for layer in range(layers):
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in matrices.items()}
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    header, size = {}, 0
+    for name, shape in shapes.items():
+        end = size + 2 * int(numpy.prod(shape))
+        header[name], size = {"dtype": "BF16", "shape": shape, "data_offsets": [size, end]}, end
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        numpy.random.default_rng(1).integers(0x3800, 0x3F00, size // 2, dtype="<u2").tofile(file)
+    return size
+
+
+def taken(pid):
+    """Bytes of memory of a process, without files."""
+    with open(f"/proc/{pid}/status") as lines:
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def views(bench, gradfs):
+    shapes, turns = ((1024, 2, 8192), 3) if bench.quick else ((2048, 8, 32000), 7)
+    with Hosts(["from", "to"]) as hosts:
+        hosts.limit(RATE)
+        file, weights = hosts.scratch / "llama.safetensors", hosts.scratch / "weights"
+        size = checkpoint(file, *shapes)
+        with open(file, "rb") as whole, open(weights, "wb") as data:
+            whole.seek(-size, os.SEEK_END)
+            shutil.copyfileobj(whole, data)
+        cluster = Cluster(hosts, gradfs)
+        cluster.shard("from")
+        cluster.create("model", "--model", file, "--reducer", "assign")
+        trainer = cluster.mount("from") / "model"
+        model = hosts.path("to", cluster.mount("to", "--views-only")) / "model"
+        pid = cluster.mounts["to"][1].process.pid
+        say(f"an eighth of {size / MIB:.0f} MiB over a link of {RATE / 1e9:g} Gbit/s")
+
+        def view(name, plan):
+            (model / "views" / name).mkdir()
+            begin = time.monotonic()
+            (model / "views" / name / "plan").write_text(json.dumps(plan))
+            return time.monotonic() - begin
+
+        def pulled():
+            return json.loads((model / "status.json").read_text())["payload"]["pulled_bytes"]
+
+        before, at = taken(pid), pulled()
+        view("rank", {"style": "hf-llama", "tp": 8, "rank": 3})
+        bytes_of, memory = [pulled() - at], []
+        for version in range(1, turns + 1):
+            at = pulled()
+            hosts.work("from", "sync.py", "publish", trainer, weights).found(DEADLINE)
+            while int((model / "views/rank/version").read_text()) < version:
+                time.sleep(0.01)
+            bytes_of.append(pulled() - at)
+            memory.append(taken(pid) - before)
+        (model / "views/rank").rmdir()
+        found = [[], []]
+        for turn in range(turns):
+            for dim in (0, 1) if turn % 2 else (1, 0):
+                part = {"from": "*_proj.weight", "split": {"dim": dim, "of": 8, "part": turn % 8}}
+                found[dim].append(view("part", {"tensors": [part]}))
+                (model / "views/part").rmdir()
+            say(f"turn {turn + 1} of {turns}")
+    rows, columns = map(statistics.median, found)
+    return [
+        Figure("view_bytes_ratio", max(bytes_of) / size, "ratio", 0.13, "<="),
+        Figure("view_memory_ratio", statistics.median(memory) / size, "ratio", 0.28, "<="),
+        Figure("view_read_vs_contiguous", rows / columns, "ratio", 0.9, ">=", f"{columns:.3f} s", f"{rows:.3f} s"),
+    ]
+
+
 def written(model, data):
     file, begin = os.open(model / "publish", os.O_WRONLY), time.monotonic()
     for at in range(0, len(data), MIB):
@@ -236,4 +322,6 @@ def run(bench):
         figures += fanout(bench, gradfs)
     if "delta" in bench.only:
         figures += delta(bench, gradfs)
+    if "views" in bench.only:
+        figures += views(bench, gradfs)
     return figures

@@ -1,0 +1,229 @@
+//! Pieces of a version, for programs that hold no more of it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use super::Job;
+use crate::admin::{AdminError, AdminPeer};
+use crate::bytes::block;
+use crate::client::parts::{Ask, Asks};
+use crate::transport::tally::Flow;
+use crate::view::{Flat, Source as _};
+use crate::vocabulary::ids::{Generation, Version};
+use crate::vocabulary::strided::Strided;
+use crate::wire::{Message, Refusal};
+
+/// The pause before shards are asked again.
+const AGAIN: Duration = Duration::from_millis(20);
+/// So many requests are on their way to each shard.
+const AT_ONCE: usize = 4;
+
+/// Why pieces were not read.
+#[derive(Debug, thiserror::Error)]
+pub enum PartsError {
+    /// One of them is none.
+    #[error("pieces of the model are asked for that do not lie in it, or have no bytes")]
+    Outside,
+    /// There is more or less room than they need.
+    #[error("the pieces have {bytes} bytes, and there is room for {room}")]
+    Room {
+        /// All their bytes.
+        bytes: u64,
+        /// Of the buffer.
+        room: u64,
+    },
+    /// Newer versions have taken its place.
+    #[error("version {0} is gone")]
+    Gone(Version),
+    /// Nobody has it until the deadline.
+    #[error("version {0} has not come out")]
+    NotYet(Version),
+    /// The shards say that others have the blocks.
+    #[error("the shards do not have the blocks, as of a model that is being moved")]
+    Moving,
+    /// There is no thread to ask a shard.
+    #[error("no thread to ask a shard: {0}")]
+    Thread(#[source] io::Error),
+    /// A shard cannot be asked, or answers with something else.
+    #[error(transparent)]
+    Asking(#[from] AdminError),
+}
+
+/// The connections by which pieces are read. Shards keep a version for whoever reads on over the same ones.
+#[derive(Debug, Default)]
+pub struct PartsPeers(BTreeMap<String, AdminPeer>);
+
+/// The answer to a request.
+type Answer<'a> = Result<(&'a Ask, Vec<u8>), PartsError>;
+
+impl Job {
+    /// Reads pieces of a version into `out`, one behind the other, and waits until `deadline` at most. They are copied from
+    /// here if the version is here. Otherwise all shards that have some of them are asked at the same time, each of them
+    /// for no more than these bytes. After an error, some of the bytes may be there.
+    ///
+    /// # Errors
+    /// [`PartsError`].
+    pub fn read_parts(
+        &self,
+        version: Version,
+        parts: &[Strided],
+        out: &mut [u8],
+        deadline: Instant,
+    ) -> Result<(), PartsError> {
+        self.read_parts_by(&mut PartsPeers::default(), version, parts, out, deadline)
+    }
+
+    /// Like [`Self::read_parts`], over connections that are there already, and stay for the next call.
+    ///
+    /// # Errors
+    /// [`PartsError`].
+    pub fn read_parts_by(
+        &self,
+        peers: &mut PartsPeers,
+        version: Version,
+        parts: &[Strided],
+        out: &mut [u8],
+        deadline: Instant,
+    ) -> Result<(), PartsError> {
+        let (bytes, room) = (Strided::total(parts, self.layout().size()), out.len() as u64);
+        match bytes.ok_or(PartsError::Outside)? {
+            bytes if bytes == room => {}
+            bytes => return Err(PartsError::Room { bytes, room }),
+        }
+        let mut before = None;
+        loop {
+            let are_used = !peers.0.is_empty();
+            match self.try_parts(peers, version, parts, out, deadline) {
+                // A client may know of a version, or of a move, before or after its shards do.
+                Err(error @ (PartsError::NotYet(_) | PartsError::Moving))
+                    if Instant::now() + AGAIN < deadline =>
+                {
+                    before = Some(error);
+                    std::thread::sleep(AGAIN);
+                }
+                // A shard ends connections over which nothing came for long.
+                Err(PartsError::Asking(error)) if are_used && error.is_disconnect() => {}
+                Err(PartsError::Asking(AdminError::TimedOut { .. })) if let Some(why) = before => {
+                    return Err(why);
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    fn try_parts(
+        &self,
+        peers: &mut PartsPeers,
+        version: Version,
+        parts: &[Strided],
+        out: &mut [u8],
+        deadline: Instant,
+    ) -> Result<(), PartsError> {
+        if let Some(local) = self.shared.shards.local() {
+            let held = local.shard.version(version).map_err(|newest| missing(version, newest))?;
+            let version = block::pinned_bytes(held.region.memory(), 0..self.layout().size());
+            let Ok(()) = Flat(version).read(parts, out);
+            return Ok(());
+        }
+        if self.pin(version) {
+            if let Some(view) = self.get(version) {
+                let Ok(()) = Flat(view.bytes(0..self.layout().size())).read(parts, out);
+            }
+            self.unpin(version, 1);
+            return Ok(());
+        }
+        let routes = Arc::clone(&self.shared.inner.lock().peers.routes);
+        let owned = routes.partitions.iter().map(|route| route.owned.as_slice());
+        let (mut asks, mut place) = (Asks::new(owned, self.layout().block_size()), 0);
+        for part in parts {
+            asks.add(*part, place);
+            place += (part.run * part.count) as usize;
+        }
+        let (asks, generation) = (asks.of(), self.generation());
+        let mut used = std::mem::take(&mut peers.0);
+        std::thread::scope(|scope| {
+            let ((sender, answers), mut threads) = (mpsc::sync_channel(AT_ONCE), Vec::new());
+            for (partition, asks) in asks.iter().enumerate().filter(|(_, asks)| !asks.is_empty()) {
+                let (address, answers) = (routes.address(partition), sender.clone());
+                let peer = used.remove(address).filter(|peer| !peer.is_stale());
+                let read = move || {
+                    let to = |answer| answers.send(answer).is_ok();
+                    let peer = peer.map_or_else(|| AdminPeer::connect(address, deadline), Ok);
+                    let asked = peer.map_err(PartsError::from).and_then(|mut peer| {
+                        ask_shard(&mut peer, address, (generation, version), (asks, &to), deadline)?;
+                        Ok(peer)
+                    });
+                    asked.map_err(|error| to(Err(error))).ok()
+                };
+                let thread = std::thread::Builder::new().name("asks-for-parts".into());
+                threads.push((address, thread.spawn_scoped(scope, read).map_err(PartsError::Thread)?));
+            }
+            drop(sender);
+            // If one fails, the others end with their next answer.
+            for answer in answers {
+                let (ask, bytes) = answer?;
+                self.shared.accounts.tally.moved(Flow::Pull, bytes.len());
+                self.shared.accounts.tally.copied(Flow::Pull, bytes.len());
+                let mut bytes = bytes.as_slice();
+                for place in &ask.places {
+                    let (piece, rest) = bytes.split_at(place.len());
+                    out[place.clone()].copy_from_slice(piece);
+                    bytes = rest;
+                }
+            }
+            let over =
+                threads.into_iter().filter_map(|(address, thread)| Some((address, thread.join().ok()??)));
+            peers.0.extend(over.map(|(address, peer)| (address.to_owned(), peer)));
+            Ok(())
+        })
+    }
+}
+
+/// A version is not where it should be.
+fn missing(version: Version, newest: Version) -> PartsError {
+    if newest < version { PartsError::NotYet(version) } else { PartsError::Gone(version) }
+}
+
+/// Asks one shard, with several requests on their way. Returns when all are answered, or nobody takes the answers.
+fn ask_shard<'a>(
+    peer: &mut AdminPeer,
+    address: &str,
+    (generation, version): (Generation, Version),
+    (asks, to): (&'a [Ask], &dyn Fn(Answer<'a>) -> bool),
+    deadline: Instant,
+) -> Result<(), PartsError> {
+    let (mut waiting, mut under_way) = (asks.iter(), Vec::new());
+    loop {
+        while under_way.len() < AT_ONCE
+            && let Some(ask) = waiting.next()
+        {
+            let message = Message::ReadParts { generation, version, parts: ask.parts.clone() };
+            under_way.push((peer.ask(&message, &[], deadline)?, ask));
+        }
+        if under_way.is_empty() {
+            return Ok(());
+        }
+        let (number, answer, bytes) = peer.answer(deadline)?;
+        let asked = under_way.iter().position(|(of, _)| *of == number).map(|at| under_way.swap_remove(at).1);
+        match (answer, asked) {
+            (Message::PartBytes, Some(ask)) if bytes.len() == ask.bytes => {
+                if !to(Ok((ask, bytes))) {
+                    return Ok(());
+                }
+            }
+            (Message::Refused(Refusal::NoVersion { newest, .. }), Some(_)) => {
+                return Err(missing(version, newest));
+            }
+            (Message::Refused(Refusal::NotMine { .. } | Refusal::NoModel(_)), Some(_)) => {
+                return Err(PartsError::Moving);
+            }
+            (Message::Refused(refusal), Some(_)) => return Err(AdminError::Refusal(refusal).into()),
+            (other, _) => {
+                let (address, what) = (address.to_owned(), other.name());
+                return Err(AdminError::Unexpected { address, what }.into());
+            }
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! The bytes of a view: parts are read piece by piece, each small enough for the caches, changed and stored.
+
+use std::ops::Range;
+
+use super::plan::{Move, Part, ViewPlan};
+use crate::vocabulary::layout::Tensor;
+use crate::vocabulary::strided::Strided;
+
+/// Bytes of the model that are read at once at most.
+const PIECE: usize = 256 << 10;
+
+/// Where the bytes of a version come from.
+pub trait Source {
+    /// Why they do not come.
+    type Error;
+
+    /// Fills `out` with these pieces of the version, packed: one behind the other.
+    ///
+    /// # Errors
+    /// The view is not made.
+    fn read(&mut self, pieces: &[Strided], out: &mut [u8]) -> Result<(), Self::Error>;
+}
+
+/// A version in memory.
+pub struct Flat<'a>(pub &'a [u8]);
+
+impl Source for Flat<'_> {
+    type Error = std::convert::Infallible;
+
+    fn read(&mut self, pieces: &[Strided], mut out: &mut [u8]) -> Result<(), Self::Error> {
+        for piece in pieces.iter().flat_map(Strided::pieces) {
+            let from = &self.0[piece.start as usize..piece.end as usize];
+            let (now, later) = std::mem::take(&mut out).split_at_mut(from.len());
+            now.copy_from_slice(from);
+            out = later;
+        }
+        Ok(())
+    }
+}
+
+/// Makes the view of a version. `out` has the size of the view.
+///
+/// # Errors
+/// Those of `source`.
+///
+/// # Panics
+/// If `out` is shorter.
+pub fn fill<S: Source>(plan: &ViewPlan, source: &mut S, out: &mut [u8]) -> Result<(), S::Error> {
+    let mut room = Room::default();
+    plan.moves.iter().try_for_each(|of| carry(plan, of, source, out, &mut room))
+}
+
+/// What [`fill`] reads, in its order. A source that takes its time can read ahead.
+pub fn reads(plan: &ViewPlan) -> impl Iterator<Item = Vec<Strided>> {
+    plan.moves.iter().flat_map(|Move { part, target, .. }| {
+        let (from, to) = (&plan.source.tensors()[part.tensor], &plan.target.tensors()[*target]);
+        let sizes = from.dtype.size_bytes().zip(to.dtype.size_bytes());
+        let whole = whole(from).filter(|_| sizes.is_none()).map(|all| vec![all]);
+        let tiled = sizes.into_iter().flat_map(move |(size, _)| {
+            tiles(&shape(part), size, part.transpose).map(move |tile| sources(part, from, size, &tile))
+        });
+        whole.into_iter().chain(tiled)
+    })
+}
+
+fn carry<S: Source>(
+    plan: &ViewPlan,
+    of: &Move,
+    source: &mut S,
+    out: &mut [u8],
+    Room { packed, turned, converted }: &mut Room,
+) -> Result<(), S::Error> {
+    let Move { part, target, dim, at, convert } = of;
+    let (from, to) = (&plan.source.tensors()[part.tensor], &plan.target.tensors()[*target]);
+    let (Some(size), Some(width)) = (from.dtype.size_bytes(), to.dtype.size_bytes()) else {
+        // Elements of less than a byte are carried whole.
+        return whole(from).map_or(Ok(()), |all| {
+            source.read(&[all], &mut out[to.bytes.start as usize..to.bytes.end as usize])
+        });
+    };
+    for tile in tiles(&shape(part), size, part.transpose) {
+        let sources = sources(part, from, size, &tile);
+        let mut there = tile.clone();
+        if part.transpose {
+            there.reverse();
+        }
+        if let Some(range) = there.get_mut(*dim) {
+            *range = range.start + at..range.end + at;
+        }
+        let targets = pieces(to.bytes.start, width as u64, &to.shape, &there);
+        if let ([Strided { start, run, count: 1, .. }], None, false) = (&targets[..], convert, part.transpose)
+        {
+            source.read(&sources, &mut out[*start as usize..(start + run) as usize])?;
+            continue;
+        }
+        packed.resize(tile.iter().map(Range::len).product::<usize>() * size, 0);
+        source.read(&sources, packed)?;
+        if part.transpose {
+            transpose(packed, tile[0].len(), size, turned);
+            std::mem::swap(packed, turned);
+        }
+        if let Some(convert) = convert {
+            converted.clear();
+            convert(packed, converted);
+            std::mem::swap(packed, converted);
+        }
+        let mut rest = &packed[..];
+        for piece in targets.iter().flat_map(Strided::pieces) {
+            let (now, later) = rest.split_at((piece.end - piece.start) as usize);
+            out[piece.start as usize..piece.end as usize].copy_from_slice(now);
+            rest = later;
+        }
+    }
+    Ok(())
+}
+
+/// A tensor that is carried whole, if it has bytes.
+fn whole(from: &Tensor) -> Option<Strided> {
+    Some(Strided::contiguous(from.bytes.clone())).filter(|all| all.run > 0)
+}
+
+/// How much of each dimension a part takes.
+fn shape(part: &Part) -> Vec<usize> {
+    part.ranges.iter().map(Range::len).collect()
+}
+
+/// The pieces of the model that a tile of a part is made of.
+fn sources(part: &Part, from: &Tensor, size: usize, tile: &[Range<usize>]) -> Vec<Strided> {
+    let placed = part.ranges.iter().zip(tile).map(|(all, of)| all.start + of.start..all.start + of.end);
+    pieces(from.bytes.start, size as u64, &from.shape, &placed.collect::<Vec<_>>())
+}
+
+/// Memory for pieces that are changed.
+#[derive(Default)]
+struct Room {
+    packed: Vec<u8>,
+    turned: Vec<u8>,
+    converted: Vec<u8>,
+}
+
+/// The pieces of these ranges of a tensor's dimensions, which hold some elements. The tensor begins at `base`.
+fn pieces(base: u64, size: u64, shape: &[usize], ranges: &[Range<usize>]) -> Vec<Strided> {
+    let (mut start, mut run, mut unit) = (base, size, size);
+    // How often it goes on, and after how many bytes, from within to without.
+    let mut levels: Vec<(u64, u64)> = Vec::new();
+    for (&len, range) in shape.iter().zip(ranges).rev() {
+        let count = range.len() as u64;
+        start += range.start as u64 * unit;
+        match levels.last_mut() {
+            None if run == unit => run = count * unit,
+            Some((before, stride)) if *before * *stride == unit => *before *= count,
+            _ if count > 1 => levels.push((count, unit)),
+            _ => {}
+        }
+        unit *= len as u64;
+    }
+    let (&(count, stride), outer) = levels.split_first().unwrap_or((&(1, run), &[]));
+    let mut all = vec![Strided { start, run, stride, count }];
+    for &(count, stride) in outer {
+        let again = |at: u64| all.iter().map(move |of| Strided { start: of.start + at * stride, ..*of });
+        all = (0..count).flat_map(again).collect();
+    }
+    all
+}
+
+/// Cuts a tensor of this shape into tiles of so few bytes. Those that are transposed are about square.
+fn tiles(shape: &[usize], size: usize, square: bool) -> impl Iterator<Item = Vec<Range<usize>>> + use<> {
+    let mut room = (PIECE / size).max(1);
+    let side = room.isqrt();
+    let mut steps: Vec<usize> = shape.to_vec();
+    for step in steps.iter_mut().rev() {
+        *step = (*step).min(if square { side } else { room }).max(1);
+        room = (room / *step).max(1);
+    }
+    let shape = shape.to_vec();
+    let counts: Vec<usize> = shape.iter().zip(&steps).map(|(len, step)| len.div_ceil(*step)).collect();
+    (0..counts.iter().product()).map(move |mut number: usize| {
+        let mut tile: Vec<Range<usize>> = Vec::with_capacity(shape.len());
+        for ((&len, &step), &count) in shape.iter().zip(&steps).zip(&counts).rev() {
+            let start = number % count * step;
+            tile.push(start..len.min(start + step));
+            number /= count;
+        }
+        tile.reverse();
+        tile
+    })
+}
+
+/// The elements of so many rows, column by column.
+fn transpose(packed: &[u8], rows: usize, size: usize, turned: &mut Vec<u8>) {
+    turned.clear();
+    let row = packed.len() / rows;
+    for column in (0..row).step_by(size) {
+        for at in (0..rows).map(|of| of * row + column) {
+            turned.extend_from_slice(&packed[at..at + size]);
+        }
+    }
+}
