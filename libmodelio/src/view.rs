@@ -2,9 +2,10 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `plan` | the text of a plan, and what its entries mean for a model |
 //! | `names` | patterns of tensors' names |
+//! | `part` | parts of tensors, and the tensors that they make |
 //! | `hf_llama` | the ready-made plan for models with the names of Llama |
+//! | `plan` | the text of a plan, and what its entries mean for a model |
 //! | `fill` | the bytes of a view, from those of a version |
 //!
 //! Pure. The bytes of a version come by a [`Source`].
@@ -12,10 +13,12 @@
 mod fill;
 mod hf_llama;
 mod names;
+mod part;
 mod plan;
 
 pub use fill::{Flat, Source, fill, reads};
-pub use plan::{MAX_PLAN, PlanError, ViewPlan};
+pub use part::PlanError;
+pub use plan::{MAX_PLAN, ViewPlan};
 
 #[cfg(test)]
 mod tests;

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::plan::{Move, Part, ViewPlan};
+use super::part::Part;
+use super::plan::{Move, ViewPlan};
 use crate::vocabulary::layout::Tensor;
 use crate::vocabulary::strided::Strided;
 

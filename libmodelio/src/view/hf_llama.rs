@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 
 use serde::Deserialize;
 
-use super::plan::{Part, PlanError, Split, Wanted, unfit};
+use super::part::{Part, PlanError, Split, Wanted, unfit};
 use crate::vocabulary::layout::{ModelLayout, Tensor, shown};
 
 /// Modules whose outputs are split, so the first dimension of weights and biases is.

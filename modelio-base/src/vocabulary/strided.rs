@@ -60,7 +60,7 @@ mod tests {
         let columns = Strided { start: 4, run: 2, stride: 8, count: 3 };
         assert_eq!(columns.pieces().collect::<Vec<_>>(), [4..6, 12..14, 20..22]);
         assert_eq!((columns.bytes(), columns.end()), (Some(6), Some(22)));
-        assert_eq!(Strided::contiguous(3..9).pieces().collect::<Vec<_>>(), [3..9]);
+        assert!(Strided::contiguous(3..9).pieces().eq(std::iter::once(3..9)));
     }
 
     #[test]

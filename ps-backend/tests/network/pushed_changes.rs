@@ -37,7 +37,7 @@ fn changes_count_only_if_they_make_the_clients_block() {
     let world = world();
     let mut control = Raw::welcomed(&world, Role::Control, 7);
     control.say(0, &Message::AckThrough { request: 0, newest: 1 });
-    let (blocks, timeout_ms) = (vec![0..BLOCKS], LONG.as_millis() as u32);
+    let (blocks, timeout_ms) = (std::iter::once(0..BLOCKS).collect(), LONG.as_millis() as u32);
     control.say(1, &Message::Assign { token: 1, blocks, timeout_ms, ahead: None, meta: Meta::default() });
     let plan = plan_of(&mut control);
     let (old, mut new) = (vec![0; BLOCK as usize], vec![0; BLOCK as usize]);

@@ -20,7 +20,8 @@ pub(super) struct Owners {
     up: Vec<bool>,
     /// The block to begin sending at.
     first: usize,
-    relay: Relay,
+    /// The relay, if versions are pulled by one.
+    pub(super) relay: Relay,
 }
 
 impl Owners {
@@ -41,21 +42,8 @@ impl Owners {
     /// Another map of the model is in force. No shard is connected, and no relay.
     pub(super) fn go_to(&mut self, map: &BlockMap) {
         let mut relay = std::mem::take(&mut self.relay);
-        relay.down();
+        relay.is_up = false;
         *self = Owners { first: self.first, relay, ..Owners::new(map) };
-    }
-
-    /// The relay, if versions are pulled by one.
-    pub(super) fn relay(&self) -> &Relay {
-        &self.relay
-    }
-
-    pub(super) fn relay_mut(&mut self) -> &mut Relay {
-        &mut self.relay
-    }
-
-    pub(super) fn set_relay(&mut self, relay: Relay) {
-        self.relay = relay;
     }
 
     /// Begins sending at a block that depends on `client`.

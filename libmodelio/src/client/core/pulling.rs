@@ -136,8 +136,9 @@ impl ClientCore {
         }
         self.pull_times.began(now);
         let pull = Pull::new(self.state.version, self.owners.owned(), None, now);
-        let all = || self.owners.bits(&[0..self.owners.blocks() as u32]);
-        let by_relay = self.owners.relay().is_up().then(|| ByRelay { todo: all(), moved: now });
+        let mut all = self.owners.no_blocks();
+        all.insert_range(..);
+        let by_relay = self.owners.relay.is_up.then_some(ByRelay { todo: all, moved: now });
         match by_relay {
             Some(_) => actions.push(Action::Relay),
             None => actions.extend(self.owners.partitions().map(Action::Wake)),
@@ -233,7 +234,7 @@ impl ClientCore {
                 self.learners.get(&learner).is_some_and(|known| known.state.published_in > self.version())
             }
         };
-        let is_asked = self.owners.relay().is_asked_beyond(self.version());
+        let is_asked = self.owners.relay.wanted > self.version();
         if self.buffers.shown().is_none() || is_asked || self.waits.waiting().any(newer) {
             return true;
         }

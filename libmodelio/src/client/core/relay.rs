@@ -22,39 +22,20 @@ const STALLED_MOST: Duration = Duration::from_millis(3000);
 #[derive(Debug, Default)]
 pub(super) struct Relay {
     /// What the coordinator is told, if it is to name the relay.
-    offer: Option<Message>,
+    pub(super) offer: Option<Message>,
     /// The address of the relay, if there is one.
     address: Option<Arc<str>>,
     /// The number of relays before this client.
     depth: u32,
-    is_up: bool,
+    /// It is connected: the next version is pulled from it.
+    pub(super) is_up: bool,
     /// The newest version that followers have asked for.
-    wanted: Version,
+    pub(super) wanted: Version,
     /// Blocks that were taken from the shards in place of the relay.
     replaced: u64,
 }
 
 impl Relay {
-    /// Whether the next version is pulled from a relay.
-    pub(super) fn is_up(&self) -> bool {
-        self.is_up
-    }
-
-    /// No connection leads to the relay.
-    pub(super) fn down(&mut self) {
-        self.is_up = false;
-    }
-
-    /// Whether followers wait for a version after `shown`.
-    pub(super) fn is_asked_beyond(&self, shown: Version) -> bool {
-        self.wanted > shown
-    }
-
-    /// What the coordinator is told when it is connected.
-    pub(super) fn offer(&self) -> Option<Message> {
-        self.offer.clone()
-    }
-
     fn patience(&self) -> Duration {
         STALLED.saturating_add(STALLED_MORE.saturating_mul(self.depth)).min(STALLED_MOST)
     }
@@ -64,18 +45,18 @@ impl ClientCore {
     /// Pulls by relays that the coordinator names, which is told this `offer`, or by the one at `address`.
     pub fn by_relays(mut self, offer: Option<Message>, address: Option<String>) -> ClientCore {
         let address = address.map(Arc::from);
-        self.owners.set_relay(Relay { offer, address, ..Relay::default() });
+        self.owners.relay = Relay { offer, address, ..Relay::default() };
         self
     }
 
     /// The address of the relay to be connected to.
     pub fn relay_address(&self) -> Option<&Arc<str>> {
-        self.owners.relay().address.as_ref()
+        self.owners.relay.address.as_ref()
     }
 
     /// The blocks that were taken from the shards in place of the relay.
     pub fn replaced_relay(&self) -> u64 {
-        self.owners.relay().replaced
+        self.owners.relay.replaced
     }
 
     /// The coordinator names a relay.
@@ -86,7 +67,7 @@ impl ClientCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        let relay = self.owners.relay_mut();
+        let relay = &mut self.owners.relay;
         if relay.offer.is_none() {
             return;
         }
@@ -100,18 +81,18 @@ impl ClientCore {
 
     /// A connection to the relay is open.
     pub fn relay_up(&mut self) {
-        self.owners.relay_mut().is_up = true;
+        self.owners.relay.is_up = true;
     }
 
     /// A connection to the relay has ended, or does not come about.
     pub fn relay_down(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.owners.relay_mut().is_up = false;
+        self.owners.relay.is_up = false;
         self.relay_fails(now, actions);
     }
 
     fn relay_fails(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.leave_relay(now, actions);
-        let relay = self.owners.relay_mut();
+        let relay = &mut self.owners.relay;
         if relay.offer.is_some()
             && let Some(address) = relay.address.take()
         {
@@ -129,7 +110,7 @@ impl ClientCore {
         }
         pull.partitions.iter_mut().for_each(|receiving| receiving.moved = now);
         let left = pull.left as u64;
-        self.owners.relay_mut().replaced += left;
+        self.owners.relay.replaced += left;
         actions.extend(self.owners.partitions().map(Action::Wake));
     }
 
@@ -160,7 +141,7 @@ impl ClientCore {
     /// When a relay that sends nothing is left.
     pub(super) fn relay_deadline(&self) -> Option<Now> {
         let pull = self.pull.as_ref().filter(|pull| pull.decided)?;
-        Some(pull.by_relay.as_ref()?.moved + self.owners.relay().patience())
+        Some(pull.by_relay.as_ref()?.moved + self.owners.relay.patience())
     }
 
     pub(super) fn tick_relay(&mut self, now: Now, actions: &mut Vec<Action>) {
@@ -178,7 +159,7 @@ impl ClientCore {
     pub fn follower_wants(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
         // Nobody but the coordinator says how far the job is.
         let version = version.min(self.state.version.next());
-        let relay = self.owners.relay_mut();
+        let relay = &mut self.owners.relay;
         if version > relay.wanted {
             relay.wanted = version;
             self.start_pull(now, actions);

@@ -269,7 +269,7 @@ impl ClientCore {
         // Numbers from an earlier connection, perhaps of another coordinator, no longer count.
         self.plans.begin_anew();
         actions.push(self.numbers());
-        actions.extend(self.owners.relay().offer().map(|offer| Action::ToCoordinator(0, offer)));
+        actions.extend(self.owners.relay.offer.clone().map(|offer| Action::ToCoordinator(0, offer)));
         for (&id, request) in &mut self.requests.open {
             actions.push(request.send(id, now));
         }

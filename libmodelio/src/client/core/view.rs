@@ -215,7 +215,7 @@ impl ClientCore {
     pub(super) fn can_follow(&self) -> bool {
         let is_idle = self.pull.is_none() && self.buffers.is_idle();
         let is_newest = self.state.sequence != 0 && self.buffers.shown() == Some(self.state.version);
-        let may = !self.way.is_in_place() && !self.owners.relay().is_up() && !self.buffers.are_none();
+        let may = !self.way.is_in_place() && !self.owners.relay.is_up && !self.buffers.are_none();
         may && is_idle && is_newest && self.followable().is_some()
     }
 }

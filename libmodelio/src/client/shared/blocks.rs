@@ -236,19 +236,16 @@ impl Shared {
         if let ([source], true, None) = (&sources[..], steady, &coding) {
             let memory = Arc::clone(source.memory());
             drop(inner);
-            // SAFETY: as below.
-            if let Some(patch) =
-                base.and_then(|base| base.patch(block, unsafe { memory.bytes(span.clone()) }))
-            {
-                return Some(Some(patch));
-            }
-            self.accounts.tally.moved(Flow::Push, span.len());
             // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
             // elsewhere if this one's plan was dropped ([`crate::client::Job::take_strays`]).
-            let piece = unsafe {
-                let bytes = memory.bytes(span);
-                LentPayload::new(bytes, self.options.checksum.of(bytes), Arc::clone(&memory) as Guard)
-            };
+            let bytes = unsafe { memory.bytes(span) };
+            if let Some(patch) = base.and_then(|base| base.patch(block, bytes)) {
+                return Some(Some(patch));
+            }
+            self.accounts.tally.moved(Flow::Push, bytes.len());
+            let crc = self.options.checksum.of(bytes);
+            // SAFETY: as above, and the guard keeps the memory.
+            let piece = unsafe { LentPayload::new(bytes, crc, Arc::clone(&memory) as Guard) };
             return Some(Some((SentAs::Whole(Form::Plain), piece)));
         }
         // What is wrong with a published block of a disk, the shard says.
