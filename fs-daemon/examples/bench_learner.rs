@@ -178,6 +178,7 @@ impl Job {
             io: options.io,
             transport: options.transport(),
             checksum: options.checksum,
+            holds_versions: true,
             pulls: Some(options.pulls),
             patience: DEADLINE,
             rdma: options.rdma(),

@@ -17,6 +17,7 @@ mod names;
 mod open;
 mod open_file;
 mod paths;
+mod plans;
 mod renaming;
 mod temporary;
 mod tensors_name;

@@ -51,7 +51,7 @@ pub struct ModelTree {
     /// The name `publish`.
     pub publications: Arc<Publications>,
     /// Views of it.
-    pub views: Views,
+    pub views: Views<ModelTree>,
     /// Files that programs are about to rename.
     pub temporaries: Temporaries,
     /// What has changed from one version to another, as looked up last.

@@ -77,6 +77,13 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         .collect();
     let (state, readers) = (model.job.state(), model.job.readers());
     let readers: Vec<_> = readers.iter().map(ReaderState::to_json).collect();
+    let view = |(name, number)| {
+        let model = tree.views.tree(number).ok().flatten().map(|tree| Arc::clone(&tree.model));
+        let (version, size) =
+            (model.as_ref().map(|of| of.job.version()), model.as_ref().map(|of| of.layout.size()));
+        json!({ "id": name, "version": version, "size_bytes": size })
+    };
+    let views: Vec<_> = tree.views.names().into_iter().map(view).collect();
     let shards: Vec<_> = status
         .shards
         .iter()
@@ -156,7 +163,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "watched_processes": mount.watched_processes,
         "learners": learners,
         "readers": readers,
-        "views": tree.views.to_json(),
+        "views": views,
         "committed_for_next_version": status.committed,
         "contributions": status.contributions,
         "contributions_of_newest_version": status.newest_of,

@@ -7,14 +7,11 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::sync::{Arc, OnceLock};
 
-use libmodelio::view::{PlanError, ViewPlan};
 use libmodelio::vocabulary::members::is_learner_name;
 use parking_lot::Mutex;
-use serde_json::{Value, json};
 
 use super::Owner;
-use super::model_tree::ModelTree;
-use super::node::{File, MAX_MODELS, MAX_VIEWS, Node};
+use super::node::MAX_VIEWS;
 use crate::session::error::{CallError, CallResult};
 use crate::session::model::{Model, Snapshots};
 use crate::session::view::ViewMaker;
@@ -39,27 +36,32 @@ pub(super) fn has(model: &Model, name: &str) -> bool {
 }
 
 /// Shows one more model in the directory of this number. None if the mount has shown as many as it can.
-type Show = Box<dyn Fn(Arc<Model>, u64) -> Option<Arc<ModelTree>> + Send + Sync>;
+type Show<T> = Box<dyn Fn(Arc<Model>, u64) -> Option<Arc<T>> + Send + Sync>;
 
-/// The views of one model.
-#[derive(Default)]
-pub struct Views {
+/// The views of one model, whose trees are `T`.
+pub struct Views<T> {
     /// By number, and the next number.
-    table: Mutex<(BTreeMap<u32, View>, u32)>,
-    show: OnceLock<Show>,
+    table: Mutex<(BTreeMap<u32, View<T>>, u32)>,
+    pub(super) show: OnceLock<Show<T>>,
 }
 
-struct View {
-    name: String,
+impl<T> Default for Views<T> {
+    fn default() -> Views<T> {
+        Views { table: Mutex::default(), show: OnceLock::new() }
+    }
+}
+
+pub(super) struct View<T> {
+    pub(super) name: String,
     owner: Owner,
-    plan: Arc<str>,
+    pub(super) plan: Arc<str>,
     /// The model that the plan makes, and who makes its versions.
-    made: Option<(Arc<ModelTree>, ViewMaker)>,
+    pub(super) made: Option<(Arc<T>, ViewMaker)>,
 }
 
-impl Views {
+impl<T> Views<T> {
     /// Views are shown so.
-    pub fn shown_by(&self, show: Show) {
+    pub fn shown_by(&self, show: Show<T>) {
         let _ = self.show.set(show);
     }
 
@@ -98,7 +100,7 @@ impl Views {
         ended.map(drop).ok_or_else(CallError::not_found)
     }
 
-    fn with<R>(&self, number: u32, with: impl FnOnce(&mut View) -> R) -> CallResult<R> {
+    pub(super) fn with<R>(&self, number: u32, with: impl FnOnce(&mut View<T>) -> R) -> CallResult<R> {
         self.table.lock().0.get_mut(&number).map(with).ok_or_else(CallError::not_found)
     }
 
@@ -123,7 +125,7 @@ impl Views {
     }
 
     /// The model that it shows. None without a plan.
-    pub(super) fn tree(&self, number: u32) -> CallResult<Option<Arc<ModelTree>>> {
+    pub(super) fn tree(&self, number: u32) -> CallResult<Option<Arc<T>>> {
         self.with(number, |view| view.made.as_ref().map(|(tree, _)| Arc::clone(tree)))
     }
 
@@ -136,47 +138,4 @@ impl Views {
             .filter_map(|view| view.made.as_ref())
             .for_each(|(_, maker)| maker.wake());
     }
-
-    /// What a status says of them.
-    pub(super) fn to_json(&self) -> Value {
-        let of = |view: &View| {
-            let model = view.made.as_ref().map(|(tree, _)| &tree.model);
-            let (version, size) = (model.map(|of| of.job.version()), model.map(|of| of.layout.size()));
-            json!({ "id": view.name, "version": version, "size_bytes": size })
-        };
-        self.table.lock().0.values().map(of).collect()
-    }
-}
-
-/// Reads a plan for a model.
-///
-/// # Errors
-/// EINVAL.
-pub(super) fn read_plan(tree: &ModelTree, text: &[u8]) -> CallResult<(Arc<str>, ViewPlan)> {
-    let invalid = |why: String| CallError::new(libc::EINVAL, format!("plan: {why}"));
-    let text = std::str::from_utf8(text).map_err(|_| invalid("not text".into()))?;
-    let plan =
-        ViewPlan::new(text, &tree.model.layout).map_err(|error: PlanError| invalid(error.to_string()))?;
-    Ok((Arc::from(text), plan))
-}
-
-/// The view of this number shows what a plan makes, from its first version on. Waits for that.
-///
-/// # Errors
-/// EINVAL, ENOSPC, ENOENT if the view has gone, and those of [`ViewMaker::start`]. The view is as it was then.
-pub(super) fn make_view(tree: &ModelTree, number: u32, text: &[u8]) -> CallResult<()> {
-    let (text, plan) = read_plan(tree, text)?;
-    let has_it = |view: &mut View| (view.name.clone(), view.made.is_some() && view.plan == text);
-    let (name, has_it) = tree.views.with(number, has_it)?;
-    if has_it {
-        return Ok(());
-    }
-    let (model, maker) = ViewMaker::start(&tree.model, &name, plan)?;
-    let home = Node::Model(tree.index, File::View(number)).ino();
-    let shown = tree.views.show.get().and_then(|show| show(model, home)).ok_or_else(|| {
-        let what = format!("{MAX_MODELS} models and plans of views have been shown: mount again");
-        CallError::new(libc::ENOSPC, what)
-    })?;
-    let made = |view: &mut View| (std::mem::replace(&mut view.plan, text), view.made.replace((shown, maker)));
-    tree.views.with(number, made).map(drop)
 }

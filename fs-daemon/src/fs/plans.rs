@@ -1,0 +1,46 @@
+//! The plans of views: reading them, and showing what they make.
+
+use std::sync::Arc;
+
+use libmodelio::view::{PlanError, ViewPlan};
+
+use super::model_tree::ModelTree;
+use super::node::{File, MAX_MODELS, Node};
+use super::views::View;
+use crate::session::error::{CallError, CallResult};
+use crate::session::view::ViewMaker;
+
+/// Reads a plan for a model.
+///
+/// # Errors
+/// EINVAL.
+pub(super) fn read_plan(tree: &ModelTree, text: &[u8]) -> CallResult<(Arc<str>, ViewPlan)> {
+    let invalid = |why: String| CallError::new(libc::EINVAL, format!("plan: {why}"));
+    let text = std::str::from_utf8(text).map_err(|_| invalid("not text".into()))?;
+    let plan =
+        ViewPlan::new(text, &tree.model.layout).map_err(|error: PlanError| invalid(error.to_string()))?;
+    Ok((Arc::from(text), plan))
+}
+
+/// The view of this number shows what a plan makes, from its first version on. Waits for that.
+///
+/// # Errors
+/// EINVAL, ENOSPC, ENOENT if the view has gone, and those of [`ViewMaker::start`]. The view is as it was then.
+pub(super) fn make_view(tree: &ModelTree, number: u32, text: &[u8]) -> CallResult<()> {
+    let (text, plan) = read_plan(tree, text)?;
+    let has_it = |view: &mut View<ModelTree>| (view.name.clone(), view.made.is_some() && view.plan == text);
+    let (name, has_it) = tree.views.with(number, has_it)?;
+    if has_it {
+        return Ok(());
+    }
+    let (model, maker) = ViewMaker::start(&tree.model, &name, plan)?;
+    let home = Node::Model(tree.index, File::View(number)).ino();
+    let shown = tree.views.show.get().and_then(|show| show(model, home)).ok_or_else(|| {
+        let what = format!("{MAX_MODELS} models and plans of views have been shown: mount again");
+        CallError::new(libc::ENOSPC, what)
+    })?;
+    let made = |view: &mut View<ModelTree>| {
+        (std::mem::replace(&mut view.plan, text), view.made.replace((shown, maker)))
+    };
+    tree.views.with(number, made).map(drop)
+}
