@@ -108,8 +108,10 @@ def test_a_mount_of_some_tensors_shows_them_and_reads_no_others(job):
         ({"tensors": ["nothing.*"]}, 'no tensor of the model matches "nothing.*"'),
         ({"tensors": ["lm_head.weight"], "views_only": True}, "two ways to show a part"),
         ({"views_only": True, "nbd": "127.0.0.1:0"}, "--nbd serves whole models"),
+        ({"views_only": True, "via": "auto"}, "--via is of mounts that pull whole versions"),
+        ({"tensors": ["lm_head.weight"], "via": "auto"}, "--via is of mounts that pull whole versions"),
     ],
-    ids=["no tensor", "both", "nbd"],
+    ids=["no tensor", "both", "nbd", "views and via", "tensors and via"],
 )
 def test_a_mount_that_would_show_what_it_does_not_hold_is_refused(job, options, words):
     one, _ = job

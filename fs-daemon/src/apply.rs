@@ -52,7 +52,7 @@ pub fn run(args: &ApplyArgs) -> Result<(), Error> {
     let failed = |error: io::Error| Error::new(format!("cannot patch {}", file.display())).caused_by(error);
     // A link stays one, and what it leads to is replaced.
     let target = fs::canonicalize(file).map_err(failed)?;
-    // What is proved is what is written.
+    // The same open file is checked and patched, wherever its name leads meanwhile.
     let old = OpenOptions::new().read(true).write(args.in_place).open(&target).map_err(failed)?;
     let metadata = old.metadata().map_err(failed)?;
     if !metadata.is_file() {

@@ -348,7 +348,7 @@ pub struct MountConfig {
 /// The mounts that a mount pulls from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Via {
-    /// Those that the coordinators of its models name.
+    /// The coordinators of the mount's models name them.
     Auto,
     /// This one.
     At(Endpoint),

@@ -45,7 +45,7 @@ pub(super) struct Pull {
     pub(super) by_relay: Option<ByRelay>,
 }
 
-/// What is asked of a relay.
+/// The blocks of a pull that a relay is asked for.
 #[derive(Debug)]
 pub(super) struct ByRelay {
     /// The blocks that it was not asked for yet.

@@ -21,13 +21,13 @@ const STALLED_MOST: Duration = Duration::from_millis(3000);
 /// The relay that a client pulls from, and its followers.
 #[derive(Debug, Default)]
 pub(super) struct Relay {
-    /// What the coordinator is told, if it is to name the relay.
+    /// The message by which the client becomes a relay, if the coordinator names the relay to pull from.
     pub(super) offer: Option<Message>,
     /// The address of the relay, if there is one.
     address: Option<Arc<str>>,
     /// The number of relays before this client.
     depth: u32,
-    /// It is connected: the next version is pulled from it.
+    /// The relay is connected: the next version is pulled from it.
     pub(super) is_up: bool,
     /// The newest version that followers have asked for.
     pub(super) wanted: Version,

@@ -26,7 +26,7 @@ use crate::vocabulary::coding::Form;
 use crate::vocabulary::ids::{BlockId, PlanId, Version};
 use crate::wire::{Granted, Message, Role};
 
-/// What the path of a block can do.
+/// The forms that the path of a block takes.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::client) struct Ways {
     /// Blocks may be coded.
@@ -40,7 +40,7 @@ impl Ways {
     pub(in crate::client) const FULL: Ways = Ways { codes: false, patches: false };
 }
 
-/// What the payload of a block is.
+/// The form of a block's payload.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::client) enum SentAs {
     /// All of it.
