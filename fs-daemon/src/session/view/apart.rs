@@ -5,6 +5,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Instant;
 
 use libmodelio::admin::AdminError;
+use libmodelio::bytes::mmap::trim_heap;
 use libmodelio::client::{Job, PartsError, PartsPeers};
 use libmodelio::view::{self, Source, ViewPlan};
 use libmodelio::vocabulary::ids::Version;
@@ -54,7 +55,7 @@ pub(super) fn fill(
     out: &mut [u8],
     deadline: &(dyn Fn() -> Instant + Sync),
 ) -> CallResult<()> {
-    std::thread::scope(|scope| {
+    let outcome = std::thread::scope(|scope| {
         let (sender, batches) = mpsc::sync_channel(1);
         let read = move || {
             let (mut peers, mut reads) =
@@ -79,7 +80,10 @@ pub(super) fn fill(
         let thread = std::thread::Builder::new().name("gradfs-parts".into()).spawn_scoped(scope, read);
         thread.map_err(|error| CallError::new(libc::EAGAIN, format!("no thread to read with: {error}")))?;
         view::fill(plan, &mut Ahead { batches, batch: Vec::new(), used: 0 }, out)
-    })
+    });
+    // Batches come and go in several threads, each of which keeps what it has freed.
+    trim_heap();
+    outcome
 }
 
 /// One long piece is several.
