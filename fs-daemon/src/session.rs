@@ -23,6 +23,7 @@ pub mod times;
 pub mod trace;
 pub mod view;
 pub mod wait_log;
+pub mod written_view;
 
 mod explained;
 mod file_headers;

@@ -293,6 +293,21 @@ impl AdminPeer {
         }
     }
 
+    /// Tells the peer that this end lives, unless that was said lately, and waits until the peer says the same. Nothing
+    /// else may be under way.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub fn keep_alive(&mut self, deadline: Instant) -> Result<(), AdminError> {
+        if self.last_sent.elapsed() < self.ping_after {
+            return Ok(());
+        }
+        self.last_bytes = Instant::now();
+        self.send(&Message::Ping, 0, &[], deadline, "asking")?;
+        while self.receive(deadline, "waiting for")?.0.message != Message::Pong {}
+        Ok(())
+    }
+
     /// Sends a message that has no answer (`Load`), with its payload.
     ///
     /// # Errors

@@ -43,7 +43,8 @@ mod versions;
 pub use self::core::LastCommit;
 pub use commit_notice::CommitNotice;
 pub use job::{
-    ChangesError, Job, JobStatus, PartsError, PartsPeers, RelayView, ShardView, VersionView, wait_for,
+    ChangesError, Job, JobStatus, PartError, PartsError, PartsPeers, RelayView, ShardView, VersionView,
+    wait_for,
 };
 pub use memory::JobMemory;
 pub use observed::Phases;

@@ -8,13 +8,14 @@ use crate::vocabulary::controls::Consistency;
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::{DType, ModelLayout, Tensor};
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::shard_error::{ALL_BUFFERS_HELD, NOT_COMMITTED, ShardError};
+use crate::vocabulary::shard_error::{ALL_BUFFERS_HELD, NOT_COMMITTED, SET_LACKS, ShardError};
 
 /// Where a program finds what it must know of offsets.
 pub const ORDER: &str = " (the model's file layout says where each tensor lies)";
 
 /// How reasons begin to which the learners that are waited for add nothing.
-const COMPLETE: [&str; 5] = [NOT_COMMITTED, NOT_HERE, BUFFERS_HELD, ALL_BUFFERS_HELD, OUT_OF_REACH];
+const COMPLETE: [&str; 6] =
+    [NOT_COMMITTED, NOT_HERE, BUFFERS_HELD, ALL_BUFFERS_HELD, OUT_OF_REACH, SET_LACKS];
 
 /// What users know the data by, after the text of an error of `job`.
 pub fn detail(job: &Job, error: &ContributeError) -> String {
@@ -39,6 +40,9 @@ pub fn detail(job: &Job, error: &ContributeError) -> String {
             None => String::new(),
         },
         ContributeError::Shard(ShardError::NonFinite(block)) => format!(" ({})", tensors_of(layout, *block)),
+        ContributeError::Shard(ShardError::Uncovered(byte)) => {
+            tensor_at(layout, *byte).map_or_else(String::new, |tensor| format!(" (tensor {:?})", tensor.name))
+        }
         ContributeError::Shard(ShardError::TimedOut(what))
             if !COMPLETE.iter().any(|reason| what.starts_with(reason)) =>
         {

@@ -10,7 +10,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use crate::bytes::block;
@@ -279,16 +279,10 @@ impl Publisher {
         done: impl FnOnce(Result<(), ShardError>) + Send + 'static,
     ) {
         let (written, checked) = {
-            let mut state = self.state.lock();
-            let deadline = Instant::now() + timeout;
-            while !state.in_flight.is_empty() {
-                if self.idle.wait_until(&mut state, deadline).timed_out() {
-                    drop(state);
-                    return done(Err(ShardError::TimedOut("writes are still in flight".into())));
-                }
-            }
-            state.sealed = true;
-            state.sent.clear();
+            let mut state = match self.seal(timeout) {
+                Ok(state) => state,
+                Err(error) => return done(Err(error)),
+            };
             let is_whole = matches!(&state.written[..], [all] if *all == (0..self.size));
             let checked = is_whole && state.suspects.is_clear();
             (std::mem::take(&mut state.written), checked)
@@ -301,6 +295,37 @@ impl Publisher {
             done(result);
         };
         self.job.publish(self.buffer.clone(), &written, meta, checked, timeout, Box::new(done));
+    }
+
+    /// Ends the writing of a part of another job's weights, and hands all of its bytes to `publish`.
+    ///
+    /// # Errors
+    /// [`ShardError::TimedOut`] if writes are still in flight after `timeout`.
+    ///
+    /// # Panics
+    /// If not all bytes were written.
+    pub fn commit_part<R>(
+        &self,
+        timeout: Duration,
+        publish: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, ShardError> {
+        drop(self.seal(timeout)?);
+        assert!(self.is_complete(), "a part that is published");
+        // SAFETY: all was written, and nobody writes after the seal.
+        Ok(publish(unsafe { self.buffer.memory().bytes(0..self.size as usize) }))
+    }
+
+    /// Nothing is written any more.
+    fn seal(&self, timeout: Duration) -> Result<MutexGuard<'_, PublisherState>, ShardError> {
+        let (mut state, deadline) = (self.state.lock(), Instant::now() + timeout);
+        while !state.in_flight.is_empty() {
+            if self.idle.wait_until(&mut state, deadline).timed_out() {
+                return Err(ShardError::TimedOut("writes are still in flight".into()));
+            }
+        }
+        state.sealed = true;
+        state.sent.clear();
+        Ok(state)
     }
 
     /// Ends the wait for a commit that is on its way: unless it has begun, it does not take place.

@@ -16,9 +16,9 @@ mod names;
 mod part;
 mod plan;
 
-pub use fill::{Flat, Source, fill, reads};
+pub use fill::{Flat, Source, fill, pieces_of, reads};
 pub use part::PlanError;
-pub use plan::{MAX_PLAN, ViewPlan};
+pub use plan::{MAX_PLAN, Share, ViewPlan};
 
 #[cfg(test)]
 mod tests;

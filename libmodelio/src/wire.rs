@@ -27,7 +27,8 @@ pub use codec::{append_frame, frame};
 pub use error::WireError;
 pub use header::{HEADER, Header, Payload};
 pub use message::{
-    Granted, JobState, LearnerState, Message, Plan, PlanSource, ReaderDoes, ReduceOp, Refusal, Role, Work,
+    Granted, JobState, LearnerState, MAX_PARTS_OF_SET, Message, PartOf, Plan, PlanPart, PlanSource,
+    ReaderDoes, ReduceOp, Refusal, Role, SetOfParts, Work,
 };
 pub use moved::{DataKind, Moved};
 pub use receiver::{Received, Receiver};

@@ -10,7 +10,7 @@
 //!
 //! | module, from low to high | holds |
 //! |---|---|
-//! | `shape`, `requests`, `tickets`, `health`, `local_shard`, `plan_queue`, `progress`, `shares` | parts of the state, with their own decisions |
+//! | `shape`, `requests`, `tickets`, `health`, `local_shard`, `plan_queue`, `progress`, `sets`, `shares` | parts of the state, with their own decisions |
 //! | `clients` | the clients, and answers to them |
 //! | `senders`, `starts` | who sends what for a plan |
 //! | `plans`, `open_weights`, `made_from` | the plan under way, and what the newest version was made from |
@@ -34,6 +34,7 @@ mod plans;
 mod progress;
 mod requests;
 mod senders;
+mod sets;
 mod shape;
 mod shares;
 mod starts;
@@ -63,6 +64,7 @@ pub use moving::TakeOverError;
 use plan_queue::PlanQueue;
 use plans::Run;
 use progress::Progress;
+use sets::Sets;
 use shape::Shape;
 use tickets::Tickets;
 
@@ -84,6 +86,9 @@ pub enum Action {
 const REPEAT: Now = Now::from_millis(500);
 /// The longest interval in which an unchanged state is repeated.
 const REPEAT_SELDOM: Now = Now::from_secs(4);
+
+/// The client of plans for which nobody sends anything: the shards have the parts that they publish.
+pub const NOBODY: ClientId = ClientId(0);
 
 /// The most clients of one model.
 pub const MAX_CLIENTS: usize = 4096;
@@ -109,9 +114,7 @@ pub struct CoordinatorCore {
     #[serde(skip)]
     local_shard: LocalShard,
     all_reduce: AllReduce,
-    /// New weights that a client writes, by its token, while other work is under way.
-    #[serde(skip)]
-    open_next: Option<(ClientId, u64)>,
+    sets: Sets,
     #[serde(skip)]
     made_from: MadeFrom,
 }
@@ -145,7 +148,7 @@ impl CoordinatorCore {
             health: Health::default(),
             local_shard: LocalShard::default(),
             all_reduce: AllReduce::default(),
-            open_next: None,
+            sets: Sets::default(),
             made_from: MadeFrom::default(),
         })
     }

@@ -184,6 +184,7 @@ impl Fs {
                 let dirs = if tree.views.tree(number)?.is_some() { 3 } else { 0 };
                 Attributes { links: 2 + dirs, ..base }
             }
+            File::Set => of_text(model.written_view().ok_or_else(CallError::not_found)?.set()),
             File::ViewPlan(number) => Attributes { size: tree.views.plan(number)?.len() as u64, ..base },
             File::ReadersApplied | File::ReaderStaged(_) | File::ReaderApplied(_) => {
                 of_text(text::of_reader(model, file)?)
@@ -236,6 +237,7 @@ impl Fs {
                 | File::LearnerWeight(_)
                 | File::ReaderApplied(_)
                 | File::ViewPlan(_)
+                | File::Set
                 | File::Temporary(_),
             ) => Ok(()),
             Node::Model(_, file) if file.is_named() || matches!(file, File::LearnerAllReduce(_)) => Ok(()),
@@ -310,6 +312,7 @@ fn use_of(node: Node) -> FileUse {
             | File::Settings
             | File::LearnerWeight(_)
             | File::ViewPlan(_)
+            | File::Set
             | File::ReaderApplied(_),
         ) => FileUse::Shared,
         Node::Model(

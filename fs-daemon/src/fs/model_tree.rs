@@ -105,7 +105,7 @@ impl ModelTree {
 
     /// Whether it is a view, which is only read.
     pub fn is_view(&self) -> bool {
-        matches!(self.model.snapshots, Snapshots::Never)
+        matches!(self.model.snapshots, Snapshots::Never(_))
     }
 
     /// The newest version that may be announced. A program that knows of a version expects it, or a newer
@@ -157,6 +157,7 @@ impl ModelTree {
             | File::Device
             | File::Error
             | File::ViewPlan(_)
+            | File::Set
             | File::Snapshot => Some(Arc::clone(&self.model.own_refusal)),
             file => {
                 let id = file.learner()?;

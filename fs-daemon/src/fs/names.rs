@@ -409,6 +409,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("learners", File::Learners),
             ("readers", File::Readers),
             ("views", File::Views),
+            (views::SET, File::Set),
             ("control", File::Controls),
             ("settings.json", File::Settings),
             ("status.json", File::Status),

@@ -134,6 +134,8 @@ pub enum File {
     View(u32),
     /// `views/<name>/plan`, by number.
     ViewPlan(u32),
+    /// `views/<name>/set`, of the model that the plan makes.
+    Set,
     /// `snapshot`.
     Snapshot,
     /// `control/`.
@@ -179,7 +181,7 @@ const README: u64 = 31;
 const TRACE: u64 = 30;
 
 /// Files of which a model has one each.
-const OF_MODEL: [File; 19] = [
+const OF_MODEL: [File; 20] = [
     File::Dir,
     File::Device,
     File::VersionText,
@@ -199,6 +201,7 @@ const OF_MODEL: [File; 19] = [
     File::Readers,
     File::ReadersApplied,
     File::Views,
+    File::Set,
 ];
 /// Files of which a version has one each.
 const OF_VERSION: [fn(Version) -> File; 8] = [

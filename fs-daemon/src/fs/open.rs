@@ -287,7 +287,9 @@ impl Fs {
             return self.open_text_of(request);
         };
         let model = &tree.model;
-        if tree.is_view() {
+        if tree.is_view()
+            && !matches!(request.file().map(|(_, file)| file), Some(File::Publish(_) | File::Set))
+        {
             request.read_only("a view")?;
         }
         if request.shows_newest_to() == Some(None)
@@ -365,7 +367,8 @@ impl Fs {
             | File::Settings
             | File::LearnerWeight(_)
             | File::ReaderApplied(_)
-            | File::ViewPlan(_) => self.open_text_of(request),
+            | File::ViewPlan(_)
+            | File::Set => self.open_text_of(request),
             File::VersionText
             | File::Status
             | File::Layout

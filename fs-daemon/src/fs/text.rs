@@ -154,7 +154,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "blocks": model.layout.blocks(),
         "registry": match &model.snapshots {
             Snapshots::Registry(at) => Some(at),
-            Snapshots::Here(_) | Snapshots::Never => None,
+            Snapshots::Here(_) | Snapshots::Never(_) => None,
         },
         "transport": model.job.kind().to_string(),
         "shards": shards,

@@ -26,6 +26,7 @@ use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;
 use crate::session::model::not_applied;
+use crate::session::written_view::WrittenView;
 
 /// An open text file.
 pub struct TextFile {
@@ -94,6 +95,7 @@ impl Fs {
                 text
             }
             File::ViewPlan(number) => tree.views.plan(number)?.to_string(),
+            File::Set => tree.model.written_view().ok_or_else(CallError::not_found)?.set(),
             File::RetainedText(version) => format!("{version}\n"),
             File::RetainedMeta(version) => text::meta(&tree.model, version),
             File::Status => text::status(tree, &self.mount_status()),
@@ -205,7 +207,7 @@ impl TextFile {
     fn unchecked<'a>(&self, draft: &'a Draft, len: usize) -> Cow<'a, [u8]> {
         match self.setting_name() {
             Some(SETTINGS_JSON) => Cow::Borrowed(draft.whole()),
-            _ if self.view().is_some() => Cow::Borrowed(draft.whole()),
+            _ if self.view().is_some() || self.part().is_some() => Cow::Borrowed(draft.whole()),
             _ => draft.unchecked(len),
         }
     }
@@ -220,6 +222,14 @@ impl TextFile {
     fn view(&self) -> Option<(&Arc<ModelTree>, u32)> {
         match (self.node, &self.tree) {
             (Node::Model(_, File::ViewPlan(number)), Some(tree)) => Some((tree, number)),
+            _ => None,
+        }
+    }
+
+    /// The view whose next part's set the file names, if it does.
+    fn part(&self) -> Option<&Arc<WrittenView>> {
+        match (self.node, &self.tree) {
+            (Node::Model(_, File::Set), Some(tree)) => tree.model.written_view(),
             _ => None,
         }
     }
@@ -245,6 +255,7 @@ impl TextFile {
                 Node::Model(_, File::LearnerWeight(id)) => self.set_weight(id, &value),
                 Node::Model(_, File::ReaderApplied(id)) => return self.applies(id, &value, done),
                 Node::Model(_, File::ViewPlan(number)) => return self.make_view(number, value, done),
+                _ if let Some(part) = self.part() => part.name_set(&value),
                 _ => return self.set(&value, done),
             },
         };
@@ -311,6 +322,9 @@ impl TextFile {
             let is_whole = std::str::from_utf8(text).map_or(true, |text| !is_incomplete(text));
             return if is_whole { read_plan(tree, text).map(|_| None) } else { Ok(None) };
         }
+        if let Some(part) = self.part() {
+            return part.read_set(text).map(|_| None);
+        }
         let (tree, name, value) = self.setting(text)?;
         // The rest of it is still to come.
         if name == SETTINGS_JSON && is_incomplete(value) {
@@ -331,6 +345,7 @@ impl TextFile {
             Node::Model(_, File::ViewPlan(number)) => {
                 tree.views.plan(number).ok().map(|text| text.to_string())
             }
+            Node::Model(_, File::Set) => self.part().map(|part| part.set()),
             Node::Model(_, file @ File::ReaderApplied(_)) => text::of_reader(&tree.model, file).ok(),
             _ => text::setting(&tree.model, self.setting_name()?),
         });
@@ -352,8 +367,8 @@ impl TextFile {
             (NotTaken::Piece, None) if matches!(self.node, Node::Model(_, File::ReaderApplied(_))) => {
                 not_applied(&piece)
             }
-            (NotTaken::Piece, None) if self.view().is_some() => {
-                CallError::new(libc::EINVAL, format!("plan: {piece}"))
+            (NotTaken::Piece, None) if self.view().is_some() || self.part().is_some() => {
+                CallError::new(libc::EINVAL, piece)
             }
             (NotTaken::Piece, None) => invalid_weight(&piece),
             (NotTaken::Room, _) => CallError::new(
@@ -371,8 +386,10 @@ impl TextFile {
 
     /// Keeps the reason where its learner's programs find it.
     fn note(&self, error: &CallError) {
-        if let (Node::Model(_, File::Settings | File::ReaderApplied(_) | File::ViewPlan(_)), Some(tree)) =
-            (self.node, &self.tree)
+        if let (
+            Node::Model(_, File::Settings | File::ReaderApplied(_) | File::ViewPlan(_) | File::Set),
+            Some(tree),
+        ) = (self.node, &self.tree)
         {
             tree.model.own_refusal.note(error, false);
         }

@@ -19,8 +19,10 @@ use crate::session::view::ViewMaker;
 /// The file that makes a view.
 pub(super) const PLAN: &str = "plan";
 /// The files of a model that a view has, too.
-pub(super) const FILES: [&str; 7] =
-    ["weights", "weights.safetensors", "tensors", "hf", "version", "versions", "layout"];
+pub(super) const FILES: [&str; 9] =
+    ["weights", "weights.safetensors", "tensors", "hf", "version", "versions", "layout", "publish", SET];
+/// The file that names the set of the part which is written to `publish`.
+pub(super) const SET: &str = "set";
 
 /// The files beside its views of a model that the mount does not hold.
 pub(super) const BESIDE: [&str; 9] =
@@ -30,7 +32,9 @@ pub(super) const BESIDE: [&str; 9] =
 pub(super) fn has(model: &Model, name: &str) -> bool {
     match &model.snapshots {
         // It stands there in place of its model, so somebody looks for its status.
-        Snapshots::Never => FILES.contains(&name) || name == "status.json",
+        Snapshots::Never(None) if ["publish", SET].contains(&name) => false,
+        Snapshots::Never(_) => FILES.contains(&name) || name == "status.json",
+        _ if name == SET => false,
         _ => model.job.holds_versions() || BESIDE.contains(&name),
     }
 }

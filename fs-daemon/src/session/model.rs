@@ -22,6 +22,7 @@ use super::error::LastRefusal;
 use super::error::{CallError, CallResult};
 use super::learner::{Learner, PROMPT};
 use super::times::ModelTimes;
+use super::written_view::WrittenView;
 pub use readers::not_applied;
 
 /// Name of the own learner of a mount that has its job to itself.
@@ -36,8 +37,8 @@ pub enum Snapshots {
     Here(Weak<LocalShard>),
     /// Its shards, which the registry at this address knows.
     Registry(String),
-    /// Nobody: it is a view of another model.
-    Never,
+    /// Nobody: it is a view of another model, which may be written so.
+    Never(Option<Arc<WrittenView>>),
 }
 
 /// A learner that has been dropped while programs that used it live.
@@ -157,6 +158,14 @@ impl Model {
             learners: Mutex::default(),
             dropped: Mutex::default(),
             joining: Mutex::default(),
+        }
+    }
+
+    /// How it is written, if it is a view of another model.
+    pub fn written_view(&self) -> Option<&Arc<WrittenView>> {
+        match &self.snapshots {
+            Snapshots::Never(written) => written.as_ref(),
+            Snapshots::Here(_) | Snapshots::Registry(_) => None,
         }
     }
 

@@ -8,7 +8,6 @@ use libmodelio::mapped::MappedMemory;
 use libmodelio::publisher::Publisher;
 use libmodelio::vocabulary::meta::{Meta, OWN};
 use libmodelio::vocabulary::ranges;
-use libmodelio::vocabulary::shard_error::ShardError;
 use parking_lot::Mutex;
 
 use super::contribution::{Ending, Withdraw};
@@ -57,7 +56,7 @@ impl Publication {
     /// # Errors
     /// EACCES where weights may not be written now, ENOMEM.
     pub fn open_mapped(model: &Arc<Model>) -> CallResult<Publication> {
-        model.job.may_assign()?;
+        may_publish(model)?;
         let memory = MappedMemory::new(&model.job, "gradfs-publish")?;
         memory.prefault().map_err(|error| CallError::new(libc::ENOMEM, error.to_string()))?;
         let mapped = Mapped { memory: Arc::new(memory), shipping: Arc::default() };
@@ -253,12 +252,7 @@ impl Publication {
             }
             Ok(()) => match publisher {
                 None => answer(Ok(())),
-                Some(publisher) => {
-                    let model = Arc::clone(&self.model);
-                    publisher.commit(meta, self.model.timeout(), move |result| {
-                        answer(result.map_err(|error| explained(&model, error)));
-                    });
-                }
+                Some(publisher) => send(&self.model, publisher, meta, Box::new(answer)),
             },
         }
     }
@@ -294,7 +288,9 @@ impl Publication {
         if written.is_none() && shipping.is_none() {
             return None;
         }
+        let part = self.model.written_view().cloned();
         Some(Arc::new(move || {
+            part.iter().for_each(|part| part.withdraw());
             // The lock is not held over a withdrawal, which may answer the commit.
             let shipped = shipping.as_ref().and_then(|shipping| shipping.lock().clone());
             written.iter().chain(&shipped).for_each(|publisher| publisher.withdraw());
@@ -324,19 +320,18 @@ impl Mapped {
         let memory = Arc::clone(&self.memory);
         let is_short = publisher.is_short();
         let work = move || {
-            let timeout = model.timeout();
-            let answer = move |result: Result<(), ShardError>| {
+            let of = Arc::clone(&model);
+            let answer: Done<()> = Box::new(move |outcome| {
                 *shipping.lock() = None;
-                let outcome = result.map_err(|error| explained(&model, error));
                 match &outcome {
-                    Ok(()) => model.own_refusal.ended(true),
-                    Err(error) => model.own_refusal.note(error, false),
+                    Ok(()) => of.own_refusal.ended(true),
+                    Err(error) => of.own_refusal.note(error, false),
                 }
                 done(outcome);
-            };
+            });
             match publisher.write_all(&memory) {
-                Ok(()) => publisher.commit(meta, timeout, answer),
-                Err(error) => answer(Err(error)),
+                Ok(()) => send(&model, publisher, meta, answer),
+                Err(error) => answer(Err(explained(&model, error))),
             }
         };
         match is_short {
@@ -355,8 +350,26 @@ pub fn kept(model: &Model, mut metadata: BTreeMap<String, String>) -> CallResult
     Meta::try_from(metadata).map_err(|error| CallError::new(libc::EINVAL, error.to_string()))
 }
 
+/// Whether weights may be written now.
+fn may_publish(model: &Model) -> CallResult<()> {
+    match model.written_view() {
+        Some(part) => part.may_publish(),
+        None => Ok(model.job.may_assign()?),
+    }
+}
+
+/// Publishes what was written.
+fn send(model: &Arc<Model>, publisher: Arc<Publisher>, meta: Meta, done: Done<()>) {
+    if let Some(part) = model.written_view() {
+        return part.publish(publisher, meta, done);
+    }
+    let of = Arc::clone(model);
+    publisher
+        .commit(meta, model.timeout(), move |result| done(result.map_err(|error| explained(&of, error))));
+}
+
 /// A buffer for a version to come.
 fn publisher(model: &Model) -> CallResult<Arc<Publisher>> {
-    model.job.may_assign()?;
+    may_publish(model)?;
     Ok(Arc::new(Publisher::new(Arc::clone(&model.job))?))
 }

@@ -14,6 +14,8 @@ use ps_backend::server::view::ViewShard;
 
 use super::error::{CallError, CallResult};
 use super::model::{Model, OWN_LEARNER, Snapshots};
+use super::written_view::WrittenView;
+pub(super) use apart::explained as not_sent;
 
 /// How often a version is looked for that nobody has told of, or for which there was no room.
 const LOOKS: Duration = Duration::from_secs(1);
@@ -68,9 +70,13 @@ impl ViewMaker {
         }
         let failed = |error: &dyn std::fmt::Display| CallError::new(libc::EIO, error.to_string());
         let job = view.job(&source.name, source.job.generation()).map_err(|error| failed(&error))?;
-        let (own, snapshots) = (OWN_LEARNER.to_owned(), Snapshots::Never);
+        let plan = Arc::new(plan);
+        let is_part = plan.share().is_some() && keeps.is_none();
+        let written = is_part.then(|| Arc::new(WrittenView::new(&source.job, &plan)));
+        let (own, snapshots) = (OWN_LEARNER.to_owned(), Snapshots::Never(written));
         let mut model = Model::new(name, job, source.metadata.clone(), own, snapshots);
         model.companions = source.companions.clone();
+        model.own_refusal = Arc::clone(&source.own_refusal);
         let model = Arc::new(model);
         let (wake, woken) = mpsc::sync_channel(1);
         let ends = (Arc::downgrade(source), Arc::downgrade(&model));

@@ -5,6 +5,7 @@
 //! | `connect` | connecting |
 //! | `changes` | what has changed from one version to another |
 //! | `parts` | pieces of a version |
+//! | `part` | a part of new weights |
 //! | `requests` | requests of learners, and settings |
 //! | `weights` | whole new weights |
 //! | `status` | the status |
@@ -13,6 +14,7 @@
 
 mod changes;
 mod connect;
+mod part;
 mod parts;
 mod readers;
 mod requests;
@@ -50,6 +52,7 @@ use crate::vocabulary::reducer::{Content, Hyper, Reducer};
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{LearnerState, Message, ReaderDoes};
 pub use changes::ChangesError;
+pub use part::PartError;
 pub use parts::{PartsError, PartsPeers};
 pub use requests::wait_for;
 pub use status::{JobStatus, RelayView, ShardView};

@@ -64,6 +64,33 @@ pub fn reads(plan: &ViewPlan) -> impl Iterator<Item = Vec<Strided>> {
     })
 }
 
+/// The other way: the pieces of the model that a view of this plan holds, part by part, and the bytes of each part, packed.
+/// The plan must be one that can be turned round ([`ViewPlan::check_inverse`]).
+///
+/// # Panics
+/// If `view` is shorter than a view.
+pub fn pieces_of<'a>(
+    plan: &'a ViewPlan,
+    view: &'a [u8],
+) -> impl Iterator<Item = (Vec<Strided>, Vec<u8>)> + 'a {
+    plan.moves.iter().flat_map(move |of| {
+        let (from, to) = (&plan.source.tensors()[of.part.tensor], &plan.target.tensors()[of.target]);
+        let size = from.dtype.size_bytes();
+        let whole = whole(from).filter(|_| size.is_none()).map(|all| (vec![all], to.bytes.clone()));
+        let whole = whole.map(|(all, of)| (all, view[of.start as usize..of.end as usize].to_vec()));
+        let tiled = size.into_iter().flat_map(move |size| {
+            tiles(&shape(&of.part), size, false).map(move |tile| {
+                let mut bytes = Vec::with_capacity(tile.iter().map(Range::len).product::<usize>() * size);
+                for at in targets(of, to, size, &tile).iter().flat_map(Strided::pieces) {
+                    bytes.extend_from_slice(&view[at.start as usize..at.end as usize]);
+                }
+                (sources(&of.part, from, size, &tile), bytes)
+            })
+        });
+        whole.into_iter().chain(tiled)
+    })
+}
+
 fn carry<S: Source>(
     plan: &ViewPlan,
     of: &Move,
@@ -71,7 +98,7 @@ fn carry<S: Source>(
     out: &mut [u8],
     Room { packed, turned, converted }: &mut Room,
 ) -> Result<(), S::Error> {
-    let Move { part, target, dim, at, convert } = of;
+    let Move { part, target, convert, .. } = of;
     let (from, to) = (&plan.source.tensors()[part.tensor], &plan.target.tensors()[*target]);
     let (Some(size), Some(width)) = (from.dtype.size_bytes(), to.dtype.size_bytes()) else {
         // Elements of less than a byte are carried whole.
@@ -81,14 +108,7 @@ fn carry<S: Source>(
     };
     for tile in tiles(&shape(part), size, part.transpose) {
         let sources = sources(part, from, size, &tile);
-        let mut there = tile.clone();
-        if part.transpose {
-            there.reverse();
-        }
-        if let Some(range) = there.get_mut(*dim) {
-            *range = range.start + at..range.end + at;
-        }
-        let targets = pieces(to.bytes.start, width as u64, &to.shape, &there);
+        let targets = targets(of, to, width, &tile);
         if let ([Strided { start, run, count: 1, .. }], None, false) = (&targets[..], convert, part.transpose)
         {
             source.read(&sources, &mut out[*start as usize..(start + run) as usize])?;
@@ -129,6 +149,18 @@ fn shape(part: &Part) -> Vec<usize> {
 fn sources(part: &Part, from: &Tensor, size: usize, tile: &[Range<usize>]) -> Vec<Strided> {
     let placed = part.ranges.iter().zip(tile).map(|(all, of)| all.start + of.start..all.start + of.end);
     pieces(from.bytes.start, size as u64, &from.shape, &placed.collect::<Vec<_>>())
+}
+
+/// The pieces of the view that a tile of a part becomes.
+fn targets(of: &Move, to: &Tensor, width: usize, tile: &[Range<usize>]) -> Vec<Strided> {
+    let mut there = tile.to_vec();
+    if of.part.transpose {
+        there.reverse();
+    }
+    if let Some(range) = there.get_mut(of.dim) {
+        *range = range.start + of.at..range.end + of.at;
+    }
+    pieces(to.bytes.start, width as u64, &to.shape, &there)
 }
 
 /// Memory for pieces that are changed.

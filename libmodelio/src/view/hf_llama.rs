@@ -77,6 +77,12 @@ fn expert_of(tensor: &Tensor) -> Option<(&str, usize)> {
 }
 
 impl HfLlama {
+    /// The rank, and the number of ranks, if these say all of what it has.
+    pub(super) fn rank(&self) -> Option<(u32, u32)> {
+        let (rank, tp) = (u32::try_from(self.rank).ok()?, u32::try_from(self.tp).ok()?);
+        Some((rank, tp)).filter(|_| self.experts.is_none())
+    }
+
     /// The tensors of the rank. Those that are read already are left out.
     pub(super) fn expand(
         &self,

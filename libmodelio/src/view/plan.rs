@@ -10,6 +10,7 @@ use super::names::{captures, filled};
 use super::part::{Part, PlanError, Split, Wanted, unfit};
 use crate::formats::named::{Convert, conversion};
 use crate::vocabulary::layout::{DType, LayoutError, MAX_TENSORS, ModelLayout, Tensor, shown};
+use crate::wire::MAX_PARTS_OF_SET;
 
 /// The longest text of a plan, in bytes.
 pub const MAX_PLAN: usize = 1 << 20;
@@ -28,6 +29,28 @@ struct Text {
     /// Each byte of the model must be in the view, once.
     #[serde(default)]
     all: bool,
+    publish: Option<Publish>,
+}
+
+/// What the plan says of publishing.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Publish {
+    part: Option<u32>,
+    of: Option<u32>,
+    #[serde(default)]
+    all: bool,
+}
+
+/// Which part of new weights a view is that is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// Its number.
+    pub part: u32,
+    /// The number of parts.
+    pub of: u32,
+    /// Whether the parts must have all of the model.
+    pub all: bool,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -70,6 +93,7 @@ pub struct ViewPlan {
     pub(super) source: Arc<ModelLayout>,
     pub(super) target: Arc<ModelLayout>,
     pub(super) moves: Vec<Move>,
+    share: Option<Share>,
 }
 
 impl ViewPlan {
@@ -88,11 +112,13 @@ impl ViewPlan {
             entry.expand(source, &mut wanted)?;
         }
         let is_read = read_by(&wanted, tensors.len());
+        let mut rank = None;
         match text.style {
             Some(Style::HfLlama) => {
                 let options = serde_json::Value::Object(text.ready_made.into_iter().collect());
                 let style: HfLlama = serde_json::from_value(options)?;
                 style.expand(source, &is_read, &mut wanted)?;
+                rank = style.rank();
             }
             None if let Some(name) = text.ready_made.keys().next() => {
                 return unfit(format!("the plan has {name:?}, which is unknown, or goes with a style alone"));
@@ -110,7 +136,28 @@ impl ViewPlan {
         if text.all {
             check_all(tensors, &wanted)?;
         }
-        ViewPlan::of(source, wanted)
+        let share = match (text.publish, rank) {
+            (Some(Publish { part: Some(part), of: Some(of), all }), _) => Some(Share { part, of, all }),
+            (Some(Publish { part: None, of: None, all }), Some((part, of))) => Some(Share { part, of, all }),
+            (None, Some((part, of))) => Some(Share { part, of, all: false }),
+            (None, None) => None,
+            (Some(_), _) => {
+                return unfit(
+                    "publish: give both \"part\" and \"of\", or a style without experts, which has them"
+                        .into(),
+                );
+            }
+        };
+        if let Some(Share { part, of, .. }) = share
+            && (part >= of || of > MAX_PARTS_OF_SET)
+        {
+            return unfit(format!("publish: there is no part {part} of {of}, of at most {MAX_PARTS_OF_SET}"));
+        }
+        let plan = ViewPlan { share, ..ViewPlan::of(source, wanted)? };
+        if text.publish.is_some() {
+            plan.check_inverse()?;
+        }
+        Ok(plan)
     }
 
     /// The tensors that one of these patterns matches, as they are.
@@ -143,7 +190,30 @@ impl ViewPlan {
                 at += len;
             }
         }
-        Ok(ViewPlan { source: Arc::clone(source), target, moves })
+        Ok(ViewPlan { source: Arc::clone(source), target, moves, share: None })
+    }
+
+    /// Which part of new weights a view is that is written. None if the plan does not say that.
+    pub fn share(&self) -> Option<Share> {
+        self.share
+    }
+
+    /// Whether a view can be turned into the pieces of the model that it was made of.
+    ///
+    /// # Errors
+    /// [`PlanError::Unfit`] names a tensor that is cast, transposed or there twice.
+    pub fn check_inverse(&self) -> Result<(), PlanError> {
+        let tensors = self.source.tensors();
+        let changed = |of: &&Move| of.convert.is_some() || of.part.transpose;
+        if let Some(of) = self.moves.iter().find(changed) {
+            let how = if of.convert.is_some() { "cast" } else { "transposed" };
+            let name = shown(&tensors[of.part.tensor].name);
+            return unfit(format!("tensor {name:?} is {how}, and such a view can only be read"));
+        }
+        match twice(tensors, self.moves.iter().map(|of| &of.part)) {
+            Some(name) => unfit(format!("the view has parts of tensor {name:?} twice, and can only be read")),
+            None => Ok(()),
+        }
     }
 
     /// The tensors of the view.
@@ -244,18 +314,29 @@ impl Entry {
     }
 }
 
+/// The parts of each tensor.
+fn by_tensor<'a>(tensors: &[Tensor], parts: impl Iterator<Item = &'a Part>) -> Vec<Vec<&'a Part>> {
+    let mut of: Vec<Vec<&Part>> = vec![Vec::new(); tensors.len()];
+    parts.for_each(|part| of[part.tensor].push(part));
+    of
+}
+
+/// The name of a tensor of which some element is in two of these parts.
+fn twice<'a>(tensors: &[Tensor], parts: impl Iterator<Item = &'a Part>) -> Option<String> {
+    let meet = |parts: &Vec<&Part>| {
+        (1..parts.len()).any(|at| parts[..at].iter().any(|other| other.meets(parts[at])))
+    };
+    let found = by_tensor(tensors, parts).iter().position(meet);
+    found.map(|tensor| shown(&tensors[tensor].name).to_string())
+}
+
 /// Each byte of the model is in the view, once.
 fn check_all(tensors: &[Tensor], wanted: &[Wanted]) -> Result<(), PlanError> {
-    let mut read: Vec<Vec<&Part>> = vec![Vec::new(); tensors.len()];
-    wanted.iter().flat_map(|of| &of.parts).for_each(|part| read[part.tensor].push(part));
-    for (tensor, parts) in tensors.iter().zip(&read) {
-        let overlaps = (1..parts.len()).any(|at| parts[..at].iter().any(|other| other.meets(parts[at])));
-        if overlaps {
-            return unfit(format!(
-                "the plan overlaps: it has parts of tensor {:?} twice",
-                shown(&tensor.name)
-            ));
-        }
+    let all = || wanted.iter().flat_map(|of| &of.parts);
+    if let Some(name) = twice(tensors, all()) {
+        return unfit(format!("the plan overlaps: it has parts of tensor {name:?} twice"));
+    }
+    for (tensor, parts) in tensors.iter().zip(by_tensor(tensors, all())) {
         let elements: u128 = tensor.shape.iter().map(|&len| len as u128).product();
         if parts.iter().map(|part| part.elements()).sum::<u128>() < elements {
             let what = "which \"all\" demands";

@@ -7,7 +7,7 @@ use fastrand::Rng;
 use half::bf16;
 use serde_json::{Value, json};
 
-use super::{Flat, Source, ViewPlan, fill, reads};
+use super::{Flat, Share, Source, ViewPlan, fill, pieces_of, reads};
 use crate::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
 use crate::vocabulary::strided::Strided;
 
@@ -427,5 +427,90 @@ fn elements_of_less_than_a_byte_are_carried_whole() {
         [json!({ "from": "w", "slice": { "0": [0, 2] } }), json!({ "from": "w", "transpose": true })];
     for entry in refused {
         assert!(plan(entry).unwrap_err().to_string().contains("less than a byte"));
+    }
+}
+
+/// A part of a model, as one rank publishes it.
+fn written(model: &Model, plan: &Value, into: &mut [Option<u8>]) {
+    let source = layout(model);
+    let plan = ViewPlan::new(&plan.to_string(), &source).unwrap();
+    plan.check_inverse().unwrap();
+    let (bytes, mut view) = (flat(model, &source), vec![0; plan.layout().size() as usize]);
+    let Ok(()) = fill(&plan, &mut Flat(&bytes), &mut view);
+    for (pieces, packed) in pieces_of(&plan, &view) {
+        let mut packed = packed.into_iter();
+        for at in pieces.iter().flat_map(Strided::pieces).flatten() {
+            into[at as usize] = packed.next();
+        }
+        assert_eq!(packed.next(), None, "as many bytes as the pieces have");
+    }
+}
+
+#[test]
+fn what_all_ranks_publish_is_the_model() {
+    for (tp, fuse) in [(1, json!([])), (2, json!(["qkv", "gate_up"])), (4, json!(["qkv"])), (4, json!([]))] {
+        let model = llama_model(&llama(2));
+        let source = layout(&model);
+        let mut all = vec![None; source.size() as usize];
+        for rank in (0..tp).rev() {
+            written(&model, &json!({ "style": "hf-llama", "tp": tp, "rank": rank, "fuse": fuse }), &mut all);
+        }
+        let expected: Vec<_> = flat(&model, &source).into_iter().map(Some).collect();
+        assert!(all == expected, "{tp} ranks");
+    }
+}
+
+#[test]
+fn what_a_view_was_made_of_is_where_it_is_published() {
+    for seed in 0..60 {
+        let mut rng = Rng::with_seed(seed);
+        let shape: Vec<_> = (0..rng.usize(1..4)).map(|_| rng.usize(1..40)).collect();
+        let model = model(&[("before", F32, &[3]), ("w", F32, &shape)], &mut rng);
+        let mut slice = serde_json::Map::new();
+        for (dim, &len) in shape.iter().enumerate() {
+            let start = rng.usize(..len);
+            slice.insert(dim.to_string(), json!([start, rng.usize(start + 1..=len)]));
+        }
+        let elements = |of: &Value| (of[1].as_u64().unwrap() - of[0].as_u64().unwrap()) as usize;
+        let count: usize = slice.values().map(elements).product();
+        let source = layout(&model);
+        let mut all = vec![None; source.size() as usize];
+        let entry = json!({ "name": "v", "from": "w", "slice": slice });
+        written(&model, &json!({ "tensors": [entry], "publish": { "part": 0, "of": 3 } }), &mut all);
+        let bytes = flat(&model, &source);
+        assert!(all.iter().zip(&bytes).all(|(got, is)| got.is_none_or(|got| got == *is)), "seed {seed}");
+        assert_eq!(all.iter().flatten().count(), 4 * count, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_plan_says_which_part_it_publishes() {
+    let model = llama_model(&llama(1));
+    let source = layout(&model);
+    let share = |plan: Value| ViewPlan::new(&plan.to_string(), &source).unwrap().share();
+    let some = |part, of, all| Some(Share { part, of, all });
+    assert_eq!(share(json!({ "style": "hf-llama", "tp": 4, "rank": 3 })), some(3, 4, false));
+    let plan = json!({ "style": "hf-llama", "tp": 4, "rank": 3, "publish": { "all": true } });
+    assert_eq!(share(plan), some(3, 4, true));
+    let plan = json!({ "style": "hf-llama", "tp": 2, "publish": { "part": 5, "of": 6 } });
+    assert_eq!(share(plan), some(5, 6, false));
+    let one = json!([{ "from": "lm_head.weight" }]);
+    assert_eq!(share(json!({ "tensors": one })), None);
+    for publish in
+        [json!({ "part": 1 }), json!({}), json!({ "part": 2, "of": 2 }), json!({ "part": 0, "of": 4097 })]
+    {
+        let message = refusal(&model, &json!({ "tensors": one, "publish": publish }));
+        assert!(message.contains("publish: "), "{message}");
+    }
+    for (entry, words) in [
+        (json!({ "from": "lm_head.weight", "cast": "f32" }), "is cast"),
+        (json!({ "from": "lm_head.weight", "transpose": true }), "is transposed"),
+        (
+            json!({ "name": "v", "concat": [{ "from": "lm_head.weight" }, { "from": "lm_head.weight" }] }),
+            "parts of tensor \"lm_head.weight\" twice",
+        ),
+    ] {
+        let message = refusal(&model, &json!({ "tensors": [entry], "publish": { "part": 0, "of": 2 } }));
+        assert!(message.contains(words), "{message}");
     }
 }

@@ -50,7 +50,7 @@ impl Message {
             | Message::Switch => 1..=MAX_PAYLOAD,
             // Narrow elements have masters and optimizer state of more than their room.
             Message::Fetched | Message::Load { .. } => 0..=MOST_WIDENING as u32 * MAX_BLOCK_SIZE,
-            Message::PartBytes => 1..=MAX_PARTS_BYTES,
+            Message::PartBytes | Message::WritePart { .. } => 1..=MAX_PARTS_BYTES,
             Message::Text | Message::ChangedBlocks { .. } => 0..=MAX_PAYLOAD,
             Message::Commit { .. } | Message::State(_) => 0..=MAX_SMALL_MODEL,
             _ => 0..=0,
@@ -104,15 +104,23 @@ impl Message {
                 blocks(tensors)?;
                 partly.iter().try_for_each(pieces)
             }
-            Message::Assign { blocks: list, .. } | Message::Missing { blocks: list, .. } => blocks(list),
-            Message::Start(plan) => plan.sources.iter().try_for_each(|source| {
-                blocks(&source.blocks)?;
-                pieces(&source.partly)
-            }),
-            Message::ReadParts { parts, .. } => match Strided::total(parts, u64::MAX) {
-                Some(bytes) if (1..=MAX_PARTS_BYTES.into()).contains(&bytes) => Ok(()),
-                _ => Err(WireError::Pieces { most: MAX_PARTS_BYTES }),
-            },
+            Message::Assign { blocks: list, .. }
+            | Message::AssignPart { blocks: list, .. }
+            | Message::Missing { blocks: list, .. } => blocks(list),
+            Message::Start(plan) => {
+                let parts = plan.parts.iter().flat_map(|set| &set.parts);
+                parts.into_iter().try_for_each(|part| blocks(&part.blocks))?;
+                plan.sources.iter().try_for_each(|source| {
+                    blocks(&source.blocks)?;
+                    pieces(&source.partly)
+                })
+            }
+            Message::ReadParts { parts, .. } | Message::WritePart { parts, .. } => {
+                match Strided::total(parts, u64::MAX) {
+                    Some(bytes) if (1..=MAX_PARTS_BYTES.into()).contains(&bytes) => Ok(()),
+                    _ => Err(WireError::Pieces { most: MAX_PARTS_BYTES }),
+                }
+            }
             Message::Pull { blocks: range, .. } if range.is_empty() => Err(WireError::Ranges {
                 message: self.name(),
                 error: RangesError::Empty { start: range.start, end: range.end },

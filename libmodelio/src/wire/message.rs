@@ -21,7 +21,7 @@ use crate::vocabulary::groups::{Contents, Groups};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ReaderId, ShardId, Step, Version,
 };
-use crate::vocabulary::members::{Attached, LeaveReason};
+use crate::vocabulary::members::{Attached, LeaveReason, is_learner_name};
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
 use crate::vocabulary::partly::PartlyWritten;
@@ -851,6 +851,85 @@ pub enum Message {
         /// As in `Push`.
         ahead: bool,
     },
+
+    // -- new weights in parts
+    /// Like `Assign`, for one part of new weights, whose bytes are at the shards. Answered by `Done` when the parts of
+    /// its set are a version. `WithdrawAssign` takes it back.
+    AssignPart {
+        /// The client's name for it.
+        token: u64,
+        /// Which part of which set it is.
+        part: PartOf,
+        /// Blocks of which it holds something.
+        blocks: BlockRanges,
+        /// For how long it may wait for the others and to be begun, in milliseconds.
+        timeout_ms: u32,
+        /// What its publisher says of the version.
+        meta: Meta,
+    },
+    /// A client to a shard: pieces of a part, which lie in the shard's blocks. The payload has them, one behind the other.
+    /// Answered by `Done`. The shard keeps them as long as the connection lasts.
+    WritePart {
+        /// The life of the model.
+        generation: Generation,
+        /// The client.
+        client: ClientId,
+        /// Its name for the part.
+        token: u64,
+        /// The pieces, of 1 to [`super::MAX_PARTS_BYTES`] bytes together.
+        #[serde(deserialize_with = "list::<MAX_PARTS, _, _>")]
+        parts: Vec<Strided>,
+    },
+    /// A shard to the coordinator: the parts of the plan's set do not make a version.
+    Unmade {
+        /// The plan.
+        plan: PlanId,
+        /// Why.
+        why: ShardError,
+    },
+}
+
+/// The most parts of a set.
+pub const MAX_PARTS_OF_SET: u32 = 4096;
+
+/// One part of new weights that several clients publish.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartOf {
+    /// The name of the set.
+    pub set: String,
+    /// The part's number.
+    pub number: u32,
+    /// The number of parts that the set has.
+    pub of: u32,
+    /// Whether the parts must have each byte of the model.
+    pub all: bool,
+}
+
+impl PartOf {
+    /// Whether it can be.
+    pub fn is_sound(&self) -> bool {
+        is_learner_name(&self.set) && self.number < self.of && self.of <= MAX_PARTS_OF_SET
+    }
+}
+
+/// A complete set of parts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SetOfParts {
+    /// Whether they must have each byte of the model.
+    pub all: bool,
+    /// The parts, by number. Of bytes that several have, those of the lowest count.
+    pub parts: Vec<PlanPart>,
+}
+
+/// One of them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanPart {
+    /// Its client.
+    pub client: ClientId,
+    /// The client's name for it.
+    pub token: u64,
+    /// Blocks of which it holds something.
+    pub blocks: BlockRanges,
 }
 
 /// What a reader does.
@@ -985,6 +1064,9 @@ pub struct Plan {
     pub ordered: bool,
     /// The number of versions of which shards know what has changed in them.
     pub changes: u32,
+    /// The parts that the shards have, if the plan publishes such. They are over the blocks of its only source, which
+    /// sends nothing.
+    pub parts: Option<SetOfParts>,
 }
 
 /// The work on a plan's blocks.

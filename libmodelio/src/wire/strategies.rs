@@ -128,6 +128,9 @@ fn shard_error() -> impl Strategy<Value = ShardError> {
         (any::<usize>(), text()).prop_map(|(most, who)| ShardError::TooManyReaders(most, who)),
         (id64(Version), id64(Version)).prop_map(|(got, newest)| ShardError::NoVersionYet { got, newest }),
         text().prop_map(ShardError::NoReader),
+        text().prop_map(ShardError::Busy),
+        any::<u64>().prop_map(ShardError::Uncovered),
+        any::<u32>().prop_map(ShardError::PartGone),
     ]
 }
 
@@ -396,14 +399,19 @@ fn plan() -> impl Strategy<Value = Plan> {
             provisional,
         },
     );
-    (id64(PlanId), id64(Version), work, vec(source, 0..4), (any::<bool>(), any::<u32>())).prop_map(
-        |(plan, base, work, sources, (ordered, changes))| Plan {
+    let part = (id64(ClientId), any::<u64>(), block_ranges());
+    let part = part.prop_map(|(client, token, blocks)| PlanPart { client, token, blocks });
+    let set = (any::<bool>(), vec(part, 0..4)).prop_map(|(all, parts)| SetOfParts { all, parts });
+    let rest = (any::<bool>(), any::<u32>(), proptest::option::of(set));
+    (id64(PlanId), id64(Version), work, vec(source, 0..4), rest).prop_map(
+        |(plan, base, work, sources, (ordered, changes, parts))| Plan {
             plan,
             base,
             work,
             sources,
             ordered,
             changes,
+            parts,
         },
     )
 }
@@ -784,6 +792,24 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
                 ahead,
             })
             .boxed(),
+        (any::<u64>(), (text(), any::<(u32, u32, bool)>()), block_ranges(), any::<u32>(), meta())
+            .prop_map(|(token, (set, (number, of, all)), blocks, timeout_ms, meta)| Message::AssignPart {
+                token,
+                part: PartOf { set, number, of, all },
+                blocks,
+                timeout_ms,
+                meta,
+            })
+            .boxed(),
+        (id64(Generation), id64(ClientId), any::<u64>(), vec(strided(), 1..6))
+            .prop_map(|(generation, client, token, parts)| Message::WritePart {
+                generation,
+                client,
+                token,
+                parts,
+            })
+            .boxed(),
+        (id64(PlanId), shard_error()).prop_map(|(plan, why)| Message::Unmade { plan, why }).boxed(),
     ]
 }
 

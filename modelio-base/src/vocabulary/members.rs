@@ -16,6 +16,11 @@ pub fn is_learner_name(name: &str) -> bool {
     (1..=MAX_LEARNER_NAME).contains(&name.len()) && !name.starts_with('.') && name.chars().all(is_usual)
 }
 
+/// That a set of parts cannot be called so, in words. Its name is as a learner's.
+pub fn wrong_set_name(name: impl fmt::Debug) -> String {
+    wrong_name("set", name)
+}
+
 /// That a learner cannot be called so, in words.
 pub fn wrong_learner_name(name: impl fmt::Debug) -> String {
     wrong_name("learner", name)

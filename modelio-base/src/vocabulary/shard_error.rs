@@ -14,6 +14,9 @@ pub const NOT_COMMITTED: &str = "not committed: ";
 pub const ALL_BUFFERS_HELD: &str =
     "every version buffer is held open (close old handles or raise control/max_versions)";
 
+/// How the reason of a [`ShardError::TimedOut`] begins that names the parts which have not come.
+pub const SET_LACKS: &str = "set ";
+
 /// A shard's refusal of a request. A refused request changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum ShardError {
@@ -101,6 +104,17 @@ pub enum ShardError {
     /// The reader is not in the job.
     #[error("the job has no reader {0:?}")]
     NoReader(String),
+    /// Somebody else publishes parts, or has sent this one.
+    #[error("{0}")]
+    Busy(String),
+    /// No part of a set has this byte of the model, and all is demanded.
+    #[error("no part of the set has byte {0} of the model, and \"all\" is demanded; nothing has changed")]
+    Uncovered(u64),
+    /// A part of a set is no more on its shards.
+    #[error(
+        "part {0} is not on its shards any more: its mount has ended, or they were moved; nothing has changed, so publish all parts again"
+    )]
+    PartGone(u32),
 }
 
 impl ShardError {
@@ -116,11 +130,13 @@ impl ShardError {
             | ShardError::OutOfRange
             | ShardError::Scattered(_)
             | ShardError::NoVersionYet { .. }
+            | ShardError::Uncovered(_)
             | ShardError::NonFinite(_) => Errno::EINVAL,
+            ShardError::Busy(_) => Errno::EBUSY,
             ShardError::Stopped { .. } => Errno::ECANCELED,
             ShardError::TimedOut(_) => Errno::ETIMEDOUT,
             ShardError::Interrupted => Errno::EINTR,
-            ShardError::Unreachable | ShardError::Lost(_) => Errno::EIO,
+            ShardError::Unreachable | ShardError::Lost(_) | ShardError::PartGone(_) => Errno::EIO,
             ShardError::OutOfMemory(_) => Errno::ENOMEM,
             ShardError::OutOfFiles(_) => Errno::ENFILE,
             ShardError::NotAllowed(_) => Errno::EACCES,

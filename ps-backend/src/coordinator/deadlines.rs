@@ -13,7 +13,8 @@ impl CoordinatorCore {
         let repeat = self.run.as_ref().map(Run::repeat_at);
         let core = [self.core.next_deadline(), self.core.next_overdue()];
         let own = [Some(self.states.sent_at() + REPEAT), repeat, self.all_reduce.next_deadline()];
-        let deadlines = own.into_iter().chain(core);
+        let own = own.into_iter().chain([self.sets.deadline()]);
+        let deadlines = own.chain(core);
         deadlines.flatten().min().unwrap_or(Now::MAX)
     }
 
@@ -30,6 +31,10 @@ impl CoordinatorCore {
         for (client, asked) in self.all_reduce.take_late(now) {
             let late = ShardError::TimedOut("other learners have not given their numbers".into());
             self.answer(client, asked, Message::Refused(late.into()), actions);
+        }
+        let (late, why) = self.sets.take_late(now);
+        for (client, asked) in late {
+            self.answer(client, asked, Message::Refused(why.clone().into()), actions);
         }
         self.repeat(now, actions);
         if now >= self.states.sent_at() + REPEAT {

@@ -27,17 +27,18 @@ impl CoordinatorCore {
             return;
         }
         if self.run.is_some() || !self.queue.is_empty() {
-            self.open_next = Some((client, token));
+            self.queue.open_next = Some((client, token));
             return;
         }
         let weights = std::iter::once(0..self.shape.blocks()).collect();
-        let buffer = Source { client, name: token, weights, ahead: None, meta: Meta::default() };
+        let meta = Meta::default();
+        let buffer = Source { client, name: token, weights, ahead: None, meta, parts: None };
         self.begin(Arc::new(JobPlan::of_weights(buffer, Some(BTreeSet::new()))), now, actions);
     }
 
     /// No work is left. A plan begins for the new weights that have waited for that, if their client still writes them.
     pub(super) fn begin_waiting_weights(&mut self, now: Now, actions: &mut Vec<Action>) {
-        if let Some((client, token)) = self.open_next.take()
+        if let Some((client, token)) = self.queue.open_next.take()
             && self.clients.get(&client).is_some_and(|client| client.connected)
         {
             self.begin_open_weights(client, token, now, actions);

@@ -22,13 +22,12 @@ impl CoordinatorCore {
         while let Some(action) = wanted.pop_front() {
             match action {
                 core::Action::Reply(ticket, result) => {
-                    if let Some((client, asked)) = self.tickets.take(ticket) {
-                        let answer = match result {
-                            Ok(()) => Message::Done,
-                            Err(error) => Message::Refused(error.with_away(self.health.away()).into()),
-                        };
-                        answers.push((client, asked, answer));
-                    }
+                    let answer = match result {
+                        Ok(()) => Message::Done,
+                        Err(error) => Message::Refused(error.with_away(self.health.away()).into()),
+                    };
+                    let asked = self.tickets.take(ticket).into_iter();
+                    answers.extend(asked.map(|(client, asked)| (client, asked, answer.clone())));
                 }
                 core::Action::Published(version) => {
                     self.states.outdated();

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use libmodelio::vocabulary::ids::PlanId;
+use libmodelio::vocabulary::ids::{ClientId, PlanId};
 use serde::{Deserialize, Serialize};
 
 use crate::core::JobPlan;
@@ -14,11 +14,14 @@ pub(super) struct PlanQueue {
     #[serde(skip)]
     waiting: VecDeque<Arc<JobPlan>>,
     next: PlanId,
+    /// New weights that a client writes, by its token, while other work is under way.
+    #[serde(skip)]
+    pub(super) open_next: Option<(ClientId, u64)>,
 }
 
 impl Default for PlanQueue {
     fn default() -> PlanQueue {
-        PlanQueue { waiting: VecDeque::new(), next: PlanId(1) }
+        PlanQueue { waiting: VecDeque::new(), next: PlanId(1), open_next: None }
     }
 }
 

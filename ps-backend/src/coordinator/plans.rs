@@ -13,7 +13,7 @@ use libmodelio::vocabulary::norm::Squares;
 use libmodelio::wire::{Granted, Message, PlanSource, Work};
 
 use super::senders::Sender;
-use super::{Action, CoordinatorCore, REPEAT};
+use super::{Action, CoordinatorCore, NOBODY, REPEAT};
 use crate::core::{self, Now, Source};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,7 +94,7 @@ impl Run {
     }
 
     fn grant(&self, at: usize) -> Option<Action> {
-        let sender = self.senders.get(at)?;
+        let sender = self.senders.get(at).filter(|sender| sender.client != NOBODY)?;
         let payload = sender.payload.clone();
         Some(Action::ToClient(
             sender.client,

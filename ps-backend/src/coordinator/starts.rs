@@ -52,6 +52,7 @@ impl CoordinatorCore {
             sources: senders.iter().map(source).collect(),
             ordered: replaces || controls.deterministic,
             changes: controls.changes,
+            parts: plan.weights.as_ref().and_then(|weights| weights.parts.clone()),
         }));
         Some((senders, start))
     }

@@ -7,6 +7,7 @@ mod moving;
 mod open_weights;
 mod readers;
 mod remembering;
+mod sets;
 mod strangers;
 mod together;
 

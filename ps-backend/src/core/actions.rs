@@ -13,6 +13,7 @@ use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::Weight;
+use libmodelio::wire::SetOfParts;
 pub use libmodelio::wire::Work;
 use serde::{Deserialize, Serialize};
 
@@ -37,12 +38,15 @@ pub struct Source {
     pub ahead: Option<PlanId>,
     /// What the publisher of new weights says of them.
     pub meta: Meta,
+    /// The parts that new weights consist of, if shards have them already. Then nobody sends any.
+    pub parts: Option<SetOfParts>,
 }
 
 impl Source {
     /// What `client` holds of a learner's step.
     pub fn of_contribution(client: ClientId, step: Step) -> Source {
-        Source { client, name: step.0, weights: BlockRanges::new(), ahead: None, meta: Meta::default() }
+        let (weights, meta) = (BlockRanges::new(), Meta::default());
+        Source { client, name: step.0, weights, ahead: None, meta, parts: None }
     }
 }
 

@@ -19,7 +19,9 @@ use libmodelio::wire::{
 use super::coordinator::Coordinator;
 use super::errands::{self, Errand};
 use super::origins::{Origin, OriginPlace};
-use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, Sending, ToCoordinator};
+use super::partition::{
+    Followed, Part, Partition, Reservation, Reserved, Room, Sender, Sending, ToCoordinator,
+};
 use super::parts::Reading;
 use super::rdma_clients::RdmaClient;
 use super::redirect::{Redirect, TurnedAway};
@@ -90,6 +92,8 @@ pub(super) struct Peer {
     unsent: Arc<UnsentAll>,
     /// The version that it reads pieces of.
     reading: Reading,
+    /// The part of new weights that it brings.
+    brings: Option<Arc<Part>>,
 }
 
 impl Peer {
@@ -118,6 +122,7 @@ impl Peer {
             remote: None,
             unsent: Arc::default(),
             reading: Reading::default(),
+            brings: None,
         }
     }
 
@@ -369,6 +374,18 @@ impl Peer {
                     Ok(of) => {
                         let kind = errands::ErrandKind::Parts;
                         return self.send_off(request, kind, payload, move |_| of.gather(&parts));
+                    }
+                    Err(refusal) => Err(refusal),
+                }
+            }
+            Message::WritePart { generation, client, token, parts } if shared.options.holds_blocks => {
+                match models::partition_of(&shared, generation) {
+                    Ok((_, partition)) => {
+                        let part = partition.part(client, token);
+                        self.brings = Some(Arc::clone(&part));
+                        return self.send_off(request, errands::ErrandKind::Short, payload, move |packed| {
+                            partition.keep(&part, &parts, packed).map(|()| (Message::Done, None))
+                        });
                     }
                     Err(refusal) => Err(refusal),
                 }
@@ -707,6 +724,7 @@ impl Conversation for Peer {
     fn closed(&mut self, why: &Close) {
         tracing::debug!(peer = %self.address, %why, "connection over");
         self.unsent.end();
+        self.brings = None;
         if self.place.take().is_none() {
             self.shared.limits.origins.ended(&self.link);
         }

@@ -10,6 +10,7 @@
 //! | `reservation` | places for blocks that come (`unsafe`) |
 //! | `blocks` | sending blocks of versions (`unsafe`) |
 //! | `here` | a client in this process |
+//! | `laid` | new weights in parts |
 //! | `parking` | which connections are in use |
 //! | `moving` | a change of the block map |
 //! | `shown` | versions for RDMA clients |
@@ -17,6 +18,7 @@
 
 mod blocks;
 mod here;
+mod laid;
 mod moving;
 mod parking;
 mod plans;
@@ -48,6 +50,8 @@ use crate::state_copies::StateCopies;
 use blocks::Follower;
 pub(super) use blocks::{Followed, Sending};
 use here::HereState;
+use laid::Brought;
+pub(super) use laid::Part;
 use parking::Connected;
 use reservation::{Coming, KeptPayloads};
 pub(super) use reservation::{Lent, Push, Reservation, Reserved, Room, Sender};
@@ -131,6 +135,8 @@ pub struct Partition {
     moved: OnceLock<Redirect>,
     /// Its versions, for clients that fetch them by RDMA.
     shown: Mutex<Option<Arc<Shown>>>,
+    /// Parts of new weights that clients have brought.
+    brought: Mutex<Brought>,
 }
 
 /// What the operator of a shard chooses for its partitions.
@@ -274,6 +280,7 @@ impl Partition {
             links: Mutex::default(),
             moved: OnceLock::new(),
             shown: Mutex::default(),
+            brought: Mutex::default(),
         })
     }
 

@@ -93,7 +93,7 @@ impl World {
         let base = if self.rng.u8(0..4) > 0 { base } else { Version(self.number()) };
         let sources = if self.rng.bool() { vec![source] } else { Vec::new() };
         let combine = if self.shards[partition].values { Combine::Last } else { Combine::Sum };
-        Plan { plan, base, work: Work::Add { combine }, sources, ordered: false, changes: 0 }
+        Plan { plan, base, work: Work::Add { combine }, sources, ordered: false, changes: 0, parts: None }
     }
 
     /// Some client that lives and is connected to the coordinator.

@@ -95,7 +95,7 @@ fn cut(part: Strided) -> impl Iterator<Item = Strided> {
     Some(part).filter(|_| !is_long).into_iter().chain(cuts)
 }
 
-fn explained(error: PartsError) -> CallError {
+pub(in crate::session) fn explained(error: PartsError) -> CallError {
     let errno = match &error {
         PartsError::Gone(_) => libc::ESTALE,
         PartsError::NotYet(_) | PartsError::Moving | PartsError::Asking(AdminError::TimedOut { .. }) => {

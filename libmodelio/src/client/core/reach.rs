@@ -81,7 +81,9 @@ impl ClientCore {
                 self.longest_gone(coordinator.iter(), now)
             }
             Message::WithdrawAssign { token: NO_TOKEN } => self.longest_gone(coordinator.iter(), now),
-            Message::Commit { .. } | Message::Assign { .. } => self.lost_patience(now),
+            Message::Commit { .. } | Message::Assign { .. } | Message::AssignPart { .. } => {
+                self.lost_patience(now)
+            }
             // Nobody waits for the others.
             _ => None,
         }

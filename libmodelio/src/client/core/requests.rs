@@ -40,7 +40,10 @@ impl Request {
     /// Sends the request, perhaps again, with the time that is left for it.
     pub(super) fn send(&mut self, id: u64, now: Now) -> Action {
         let gone = self.sent.map_or(now.saturating_sub(self.made), |sent| now.saturating_sub(sent));
-        if let Message::Commit { timeout_ms, .. } | Message::Assign { timeout_ms, .. } = &mut self.message {
+        if let Message::Commit { timeout_ms, .. }
+        | Message::Assign { timeout_ms, .. }
+        | Message::AssignPart { timeout_ms, .. } = &mut self.message
+        {
             *timeout_ms = timeout_ms.saturating_sub(u32::try_from(gone.as_millis()).unwrap_or(u32::MAX));
         }
         self.sent = Some(now);
@@ -197,7 +200,7 @@ impl ClientCore {
                 let token = *token;
                 self.hurry(
                     now,
-                    |message| matches!(message, Message::Assign { token: of, .. } if *of == token),
+                    |message| matches!(message, Message::Assign { token: of, .. } | Message::AssignPart { token: of, .. } if *of == token),
                 );
             }
             Message::Leave { learner, .. } => self.drop_ahead(*learner, actions),
@@ -493,7 +496,7 @@ impl ClientCore {
             }
             _ => {}
         }
-        if let Message::Assign { token, .. } = request.message {
+        if let Message::Assign { token, .. } | Message::AssignPart { token, .. } = request.message {
             // The next tick sends this, and later ones repeat it until the coordinator is back.
             self.requests.make_own(Message::WithdrawAssign { token }, Now::MAX, request.made);
         }

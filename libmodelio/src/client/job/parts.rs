@@ -53,7 +53,7 @@ pub enum PartsError {
 
 /// The connections by which pieces are read. Shards keep a version for whoever reads on over the same ones.
 #[derive(Debug, Default)]
-pub struct PartsPeers(BTreeMap<String, AdminPeer>);
+pub struct PartsPeers(pub(super) BTreeMap<String, AdminPeer>);
 
 /// The answer to a request.
 type Answer<'a> = Result<(&'a Ask, Vec<u8>), PartsError>;

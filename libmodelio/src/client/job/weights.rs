@@ -28,6 +28,11 @@ impl Job {
     /// [`ShardError::NotAllowed`].
     pub fn may_assign(&self) -> Result<(), ShardError> {
         self.may_write()?;
+        self.may_take_weights()
+    }
+
+    /// Whether the job takes new weights now.
+    pub(super) fn may_take_weights(&self) -> Result<(), ShardError> {
         let inner = self.shared.inner.lock();
         let (reducer, version) = (inner.controls().reducer, inner.core.version());
         if reducer.takes_weights() || version == Version(0) {

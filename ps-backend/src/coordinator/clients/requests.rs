@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
@@ -11,7 +12,9 @@ use libmodelio::wire::{Message, ReaderDoes, Refusal};
 
 use super::{Client, GivenUp, given_up_at};
 use crate::coordinator::requests::{Asked, Known, MAX_ANSWERS};
-use crate::coordinator::{Action, CoordinatorCore, MAX_CLIENTS};
+use crate::coordinator::senders::ranges;
+use crate::coordinator::sets::{Complete, Part};
+use crate::coordinator::{Action, CoordinatorCore, MAX_CLIENTS, NOBODY};
 use crate::core::{Contribution, Now, Opening, Source, Ticket};
 
 /// The longest name of a setting, in bytes.
@@ -341,14 +344,36 @@ impl CoordinatorCore {
             }
             Message::Assign { token, blocks, timeout_ms, ahead, meta } => {
                 self.shape.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
-                self.open_next.take_if(|open| *open == (id, token));
+                self.queue.open_next.take_if(|open| *open == (id, token));
                 self.core.may_assign()?;
                 let ticket = self.ticket(id, asked);
-                let source = Source { client: id, name: token, weights: blocks, ahead, meta };
+                let source = Source { client: id, name: token, weights: blocks, ahead, meta, parts: None };
                 self.core.assign(ticket, source, deadline(timeout_ms), now, &mut wanted);
                 None
             }
+            Message::AssignPart { token, part, blocks, timeout_ms, meta } => {
+                self.shape.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
+                self.core.may_assign()?;
+                let part = Part { client: id, token, blocks, meta, waiting: (id, asked), of: part };
+                if let Some(set) = self.sets.come(part, deadline(timeout_ms))? {
+                    let Complete { set, meta, waiting, deadline } = set;
+                    let mut blocks = FixedBitSet::with_capacity(self.shape.blocks() as usize);
+                    blocks.set_range(.., set.all);
+                    for part in &set.parts {
+                        blocks.union_with(&self.shape.block_set(&part.blocks).unwrap_or_default());
+                    }
+                    let ticket = self.tickets.give(waiting);
+                    let (weights, parts) = (ranges(&blocks), Some(set));
+                    let source = Source { client: NOBODY, name: token, weights, ahead: None, meta, parts };
+                    self.core.assign(ticket, source, deadline, now, &mut wanted);
+                }
+                None
+            }
             Message::WithdrawAssign { token } => {
+                if let Some((client, asked)) = self.sets.withdraw(id, token) {
+                    self.answer(client, asked, Message::Refused(ShardError::Interrupted.into()), actions);
+                }
+                let core = &mut self.core;
                 core.withdraw_assign(|s| s.client == id && s.name == token, now, &mut wanted);
                 self.perform(std::mem::take(&mut wanted), now, actions);
                 self.recall_assign(id, token, now, actions);
@@ -424,7 +449,7 @@ impl CoordinatorCore {
     }
 
     fn ticket(&mut self, client: ClientId, asked: Asked) -> Ticket {
-        self.tickets.give(client, asked)
+        self.tickets.give(vec![(client, asked)])
     }
 
     /// The silence after which a client is given up.
@@ -471,6 +496,7 @@ impl CoordinatorCore {
             self.given_up.push_back((id, before));
         }
         self.tickets.forget(id);
+        self.sets.lose(id);
         let mut wanted = Vec::new();
         self.core.withdraw_assign(|source| source.client == id, now, &mut wanted);
         self.core.end_readers(id, now, &mut wanted);

@@ -67,6 +67,9 @@ impl CoordinatorCore {
                 let learner = sender.and_then(|sender| sender.learners.first().copied());
                 self.refused(learner, ShardError::NonFinite(block), now, actions);
             }
+            Message::Unmade { plan, why } if plan == run.id && run.stage == Stage::Gathering => {
+                self.refused(None, why, now, actions);
+            }
             Message::Lacking { plan, clients } => self.lacking(partition, plan, &clients, now, actions),
             Message::Torn { plan } if plan == run.id && run.stage == Stage::Gathering => {
                 self.torn(now, actions)

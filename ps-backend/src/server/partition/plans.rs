@@ -143,6 +143,9 @@ impl Partition {
         if work.makes_version() && (seals || begins && !state.core.is_provisional()) {
             state.sealed = Some((id, Instant::now()));
         }
+        if begins {
+            self.takes_parts(id, plan.parts, base);
+        }
         if begins || seals {
             let in_part = work.combine().is_some_and(Combine::replaces);
             state.partly = plan.sources.into_iter().filter(|of| in_part && !of.partly.is_empty()).collect();
@@ -155,6 +158,9 @@ impl Partition {
             }
             _ if begins || seals => state.starting = Some((id, base, work, check)),
             _ => {}
+        }
+        if let Some(why) = self.parts_fail(id).filter(|_| repeats) {
+            state.send(self.epoch, 0, Message::Unmade { plan: id, why });
         }
         if repeats && !seals {
             let clients = state.core.lacking(id);
@@ -174,7 +180,7 @@ impl Partition {
     ) {
         let mut batches = Vec::new();
         let mut jobs: Vec<Box<dyn FnOnce() + Send>> = Vec::new();
-        let (mut begins, mut made) = (None, None);
+        let (mut begins, mut made, mut laid) = (None, None, None);
         for action in actions {
             match action {
                 // If the memory is there, the plan begins before any client is told to send.
@@ -227,6 +233,7 @@ impl Partition {
                 Action::Torn(plan) => state.send(self.epoch, 0, Message::Torn { plan }),
                 Action::Done(plan) => state.send(self.epoch, plan.0, Message::Done),
                 Action::Conclude(plan) => {
+                    laid = Some(self.lets_parts_go(plan));
                     state.kept.clear();
                     self.is_computed(&mut state, plan);
                     let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) else { continue };
@@ -248,6 +255,7 @@ impl Partition {
                     }
                 }
                 Action::Void(plan) => {
+                    laid = Some(self.lets_parts_go(plan));
                     state.kept.clear();
                     if let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) {
                         job.give_up();
@@ -261,6 +269,8 @@ impl Partition {
         state.wake();
         let mailbox = state.mailbox();
         drop(state);
+        // That may be long.
+        drop(laid);
         if let Some(plan) = begins {
             self.begin(plan);
         }
@@ -348,6 +358,7 @@ impl Partition {
         state.core.begun(plan, &mut actions);
         let granted = std::mem::take(&mut state.granted);
         self.act(state, actions);
+        self.lay(plan);
         granted.into_iter().for_each(|granted| self.is_granted(granted));
         Ok(())
     }

@@ -120,7 +120,7 @@ impl Bench {
         let partly = Default::default();
         let sources = vec![PlanSource { client: CLIENT, blocks, check: true, partly, provisional: false }];
         let base = self.partition.progress().0;
-        let started = wire::Plan { plan, work, base, ordered: false, sources, changes: 1 };
+        let started = wire::Plan { plan, work, base, ordered: false, sources, changes: 1, parts: None };
         self.partition.from_coordinator(plan.0, Message::Start(Box::new(started)), None);
         for block in (0..sent).map(BlockId) {
             while self.push(plan, block) == Pushed::Later {

@@ -78,6 +78,7 @@ fn begun() -> Arc<Partition> {
             ordered: false,
             changes: 1,
             sources: CLIENTS.map(source).to_vec(),
+            parts: None,
         })),
         None,
     );

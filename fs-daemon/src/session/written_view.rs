@@ -1,0 +1,146 @@
+//! A view that is written: its bytes are one part of new weights of its model. The part names its set, and the parts of a
+//! set become a version together.
+
+use std::sync::{Arc, Weak};
+
+use libmodelio::bytes::region::RegionKey;
+use libmodelio::client::{Job, PartError};
+use libmodelio::contributor::ContributeError;
+use libmodelio::explained::detail;
+use libmodelio::publisher::Publisher;
+use libmodelio::view::{self, Share, ViewPlan};
+use libmodelio::vocabulary::members::{is_learner_name, wrong_set_name};
+use libmodelio::vocabulary::meta::Meta;
+use libmodelio::vocabulary::shard_error::ShardError;
+use libmodelio::wire::PartOf;
+use parking_lot::Mutex;
+
+use super::error::{CallError, CallResult, Done};
+use super::view::not_sent;
+use crate::own_thread::on_own_thread;
+
+/// How a view is written.
+pub struct WrittenView {
+    source: Weak<Job>,
+    plan: Arc<ViewPlan>,
+    /// The set of the next part, once it is named.
+    set: Mutex<Option<String>>,
+    /// The part that is being published.
+    under_way: Mutex<Option<RegionKey>>,
+}
+
+fn invalid(why: impl Into<String>) -> CallError {
+    CallError::new(libc::EINVAL, why)
+}
+
+/// Why the job refuses a part, in words of its model.
+fn refused(job: &Job, error: ShardError) -> CallError {
+    let error = ContributeError::from(error);
+    let detail = detail(job, &error);
+    let plain = CallError::from(error);
+    CallError::new(plain.errno, plain.message + &detail)
+}
+
+impl WrittenView {
+    /// A view of the model of this job by this plan.
+    pub fn new(source: &Arc<Job>, plan: &Arc<ViewPlan>) -> WrittenView {
+        let (source, plan) = (Arc::downgrade(source), Arc::clone(plan));
+        WrittenView { source, plan, set: Mutex::default(), under_way: Mutex::default() }
+    }
+
+    /// Whether a part may be written now.
+    ///
+    /// # Errors
+    /// EINVAL if the plan cannot be turned round or does not say which part it is, EACCES where weights may not be
+    /// written now.
+    pub fn may_publish(&self) -> CallResult<()> {
+        self.share()?;
+        let source = self.source()?;
+        Ok(source.may_publish_parts()?)
+    }
+
+    fn source(&self) -> CallResult<Arc<Job>> {
+        self.source.upgrade().ok_or_else(CallError::not_found)
+    }
+
+    fn share(&self) -> CallResult<Share> {
+        self.plan.check_inverse().map_err(|error| invalid(error.to_string()))?;
+        let what =
+            "the view's plan does not say which part it is: give it \"publish\": {\"part\": 0, \"of\": 2}";
+        self.plan.share().ok_or_else(|| invalid(what))
+    }
+
+    /// The name of the next part's set, as the file shows it.
+    pub fn set(&self) -> String {
+        self.set.lock().as_ref().map_or_else(String::new, |set| format!("{set}\n"))
+    }
+
+    /// The set that a text names.
+    ///
+    /// # Errors
+    /// EINVAL, also as [`Self::may_publish`] has it.
+    pub fn read_set(&self, text: &[u8]) -> CallResult<String> {
+        self.share()?;
+        let name = std::str::from_utf8(text).map_err(|_| invalid("set: not text"))?.trim();
+        if is_learner_name(name) { Ok(name.to_owned()) } else { Err(invalid(wrong_set_name(name))) }
+    }
+
+    /// The next part is one of this set.
+    ///
+    /// # Errors
+    /// Those of [`Self::read_set`].
+    pub fn name_set(&self, text: &[u8]) -> CallResult<()> {
+        *self.set.lock() = Some(self.read_set(text)?);
+        Ok(())
+    }
+
+    /// Publishes what was written as one part. `done` hears of it once all parts of its set are a version, or none is.
+    pub fn publish(self: &Arc<Self>, publisher: Arc<Publisher>, meta: Meta, done: Done<()>) {
+        let this = Arc::clone(self);
+        on_own_thread("gradfs-publish", move || done(this.publish_here(&publisher, meta)));
+    }
+
+    fn publish_here(&self, publisher: &Publisher, meta: Meta) -> CallResult<()> {
+        let (source, Share { part, of, all }) = (self.source()?, self.share()?);
+        let named = self.set.lock().clone();
+        let set = named
+            .ok_or_else(|| invalid("the part has no set: write its name to the view's file set first"))?;
+        if !publisher.is_complete() {
+            let (size, written) = (self.plan.layout().size(), publisher.written());
+            let written: u64 = written.iter().map(|range| range.end - range.start).sum();
+            let what = format!("{written} of the view's {size} bytes were written");
+            return Err(invalid(format!("a part is written whole, and {what}; nothing has changed")));
+        }
+        let name = source.name_part();
+        {
+            let mut under_way = self.under_way.lock();
+            if under_way.is_some() {
+                return Err(CallError::new(libc::EBUSY, "this view's part is being published"));
+            }
+            *under_way = Some(name);
+        }
+        let (timeout, goes_on) = (source.controls().timeout, || *self.under_way.lock() == Some(name));
+        let part_of = PartOf { set: set.clone(), number: part, of, all };
+        let published = publisher.commit_part(timeout, |bytes| {
+            let pieces = view::pieces_of(&self.plan, bytes);
+            source.publish_part((name, part_of), pieces, meta, timeout, &goes_on)
+        });
+        self.under_way.lock().take_if(|of| *of == name);
+        match published {
+            Ok(Ok(())) => {
+                self.set.lock().take_if(|now| *now == set);
+                Ok(())
+            }
+            Ok(Err(PartError::Sending(error))) => Err(not_sent(error)),
+            Ok(Err(PartError::Shard(error))) | Err(error) => Err(refused(&source, error)),
+        }
+    }
+
+    /// Nobody waits for the part that is being published.
+    pub fn withdraw(&self) {
+        let name = self.under_way.lock().take();
+        if let (Some(name), Some(source)) = (name, self.source.upgrade()) {
+            source.withdraw_assign(name);
+        }
+    }
+}
