@@ -8,7 +8,7 @@ MOST_FILES = 15
 WIDTH = 120
 # What a page may have at most: words of prose, or lines.
 MOST_WORDS = {"use/semantics.md": 5000}
-MOST_LINES = {"use/performance.md": 315}
+MOST_LINES = {"use/performance.md": 332}
 
 _FENCE = re.compile(r"^ *```")
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
