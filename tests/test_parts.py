@@ -1,6 +1,8 @@
 """New weights in parts, from many ranks: what docs/use/files/parts.md promises."""
 
+import errno
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -11,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from filetools import BLOCK, eventually, raises
-from patience import HANGS
+from patience import HANGS, Limit
 from safetensors.numpy import save_file
 from test_views import llama, number, view
 
@@ -96,17 +98,36 @@ def publish(place, tag, data):
     os.close(fd)
 
 
+def publish_when_free(place, tag, data):
+    limit = Limit(HANGS)
+    while not limit.over():
+        try:
+            return publish(place, tag, data)
+        except OSError as error:
+            assert error.errno == errno.EBUSY
+    raise AssertionError("another set never ended")
+
+
+def publish_mapped(place, tag, data):
+    (place / "set").write_text(tag)
+    fd = os.open(place / "publish", os.O_RDWR)
+    with mmap.mmap(fd, len(data)) as memory:
+        memory[:] = data
+        os.fsync(fd)
+    os.close(fd)
+
+
 class Part(threading.Thread):
     """A part that is published meanwhile."""
 
-    def __init__(self, place, tag, data):
+    def __init__(self, place, tag, data, way=publish):
         super().__init__(daemon=True)
-        self.arguments, self.error = (place, tag, data), None
+        self.way, self.arguments, self.error = way, (place, tag, data), None
         self.start()
 
     def run(self):
         try:
-            publish(*self.arguments)
+            self.way(*self.arguments)
         except OSError as error:
             self.error = error
 
@@ -248,12 +269,48 @@ def test_the_part_of_a_rank_that_dies_is_missed(job, tmp_path):
     sent(whole, len(cut[0]))
     rank.send_signal(signal.SIGKILL)
     rank.wait(HANGS)
+    # The part is taken back a moment later.
+    time.sleep(2)
     other = Part(views[1], "step-1", cut[1])
     sent(apart, len(cut[1]))
     assert other.is_alive() and whole.version() == 0
     publish(views[0], "step-1", cut[0])
     assert other.outcome() is None
     holds(whole, new(1))
+
+
+@pytest.mark.parametrize("delay", [0, 0.003, 0.01, 0.03])
+def test_a_rank_that_dies_while_it_sends_does_not_keep_its_place(job, tmp_path, delay):
+    _, whole, apart = job
+    whole.control("timeout", 10 * HANGS)
+    views = ranks_of([whole, apart], 2)
+    cut = parts(views, new(1))
+    (tmp_path / "0").write_bytes(parts(views, new(3))[0])
+    words = [sys.executable, "-c", RANK, views[0], tmp_path / "0"]
+    rank = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
+    rank.stdin.write("step-1\n")
+    rank.stdin.flush()
+    eventually(lambda: (views[0] / "set").read_text() == "step-1\n")
+    time.sleep(delay)
+    rank.send_signal(signal.SIGKILL)
+    rank.wait(HANGS)
+
+    # The dead part keeps other sets away until it is taken back.
+    other = Part(views[1], "step-2", cut[1], publish_when_free)
+    publish_when_free(views[0], "step-2", cut[0])
+    assert other.outcome() is None
+    holds(whole, new(1))
+
+
+def test_a_part_is_published_from_a_mapping(job):
+    _, whole, apart = job
+    views = ranks_of([whole, apart], 2)
+    for seed in (1, 2):
+        cut = parts(views, new(seed))
+        other = Part(views[1], f"step-{seed}", cut[1], publish_mapped)
+        publish_mapped(views[0], f"step-{seed}", cut[0])
+        assert other.outcome() is None
+        holds(whole, new(seed))
 
 
 def test_the_part_of_a_mount_that_dies_is_gone(job):

@@ -44,6 +44,8 @@ struct PublisherState {
     /// A block was written again that the job may have sent. It is told of no other one.
     rewritten: bool,
     sealed: bool,
+    /// Nobody waits for the commit.
+    withdrawn: bool,
     /// A write that was refused after others. The buffer lacks something that the program wanted to write.
     failed: Option<WriteRefused>,
 }
@@ -229,6 +231,11 @@ impl Publisher {
         !state.sealed && !state.written.is_empty()
     }
 
+    /// Whether nobody waits for its commit any more.
+    pub fn is_withdrawn(&self) -> bool {
+        self.state.lock().withdrawn
+    }
+
     /// The refused write because of which the written bytes must not become a version.
     pub fn failed(&self) -> Option<WriteRefused> {
         self.state.lock().failed
@@ -328,8 +335,9 @@ impl Publisher {
         Ok(state)
     }
 
-    /// Ends the wait for a commit that is on its way: unless it has begun, it does not take place.
+    /// Ends the wait for a commit, also for one to come: unless it has begun, it does not take place.
     pub fn withdraw(&self) {
+        self.state.lock().withdrawn = true;
         self.job.withdraw_assign(self.buffer.key());
     }
 }

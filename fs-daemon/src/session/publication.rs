@@ -288,9 +288,7 @@ impl Publication {
         if written.is_none() && shipping.is_none() {
             return None;
         }
-        let part = self.model.written_view().cloned();
         Some(Arc::new(move || {
-            part.iter().for_each(|part| part.withdraw());
             // The lock is not held over a withdrawal, which may answer the commit.
             let shipped = shipping.as_ref().and_then(|shipping| shipping.lock().clone());
             written.iter().chain(&shipped).for_each(|publisher| publisher.withdraw());

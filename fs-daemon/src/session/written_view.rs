@@ -1,9 +1,9 @@
 //! A view that is written: its bytes are one part of new weights of its model. The part names its set, and the parts of a
 //! set become a version together.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use libmodelio::bytes::region::RegionKey;
 use libmodelio::client::{Job, PartError};
 use libmodelio::contributor::ContributeError;
 use libmodelio::explained::detail;
@@ -25,8 +25,8 @@ pub struct WrittenView {
     plan: Arc<ViewPlan>,
     /// The set of the next part, once it is named.
     set: Mutex<Option<String>>,
-    /// The part that is being published.
-    under_way: Mutex<Option<RegionKey>>,
+    /// Whether a part is being published.
+    under_way: AtomicBool,
 }
 
 fn invalid(why: impl Into<String>) -> CallError {
@@ -45,7 +45,7 @@ impl WrittenView {
     /// A view of the model of this job by this plan.
     pub fn new(source: &Arc<Job>, plan: &Arc<ViewPlan>) -> WrittenView {
         let (source, plan) = (Arc::downgrade(source), Arc::clone(plan));
-        WrittenView { source, plan, set: Mutex::default(), under_way: Mutex::default() }
+        WrittenView { source, plan, set: Mutex::default(), under_way: AtomicBool::new(false) }
     }
 
     /// Whether a part may be written now.
@@ -111,21 +111,17 @@ impl WrittenView {
             let what = format!("{written} of the view's {size} bytes were written");
             return Err(invalid(format!("a part is written whole, and {what}; nothing has changed")));
         }
-        let name = source.name_part();
-        {
-            let mut under_way = self.under_way.lock();
-            if under_way.is_some() {
-                return Err(CallError::new(libc::EBUSY, "this view's part is being published"));
-            }
-            *under_way = Some(name);
+        if self.under_way.swap(true, Ordering::AcqRel) {
+            return Err(CallError::new(libc::EBUSY, "this view's part is being published"));
         }
-        let (timeout, goes_on) = (source.controls().timeout, || *self.under_way.lock() == Some(name));
+        let (name, timeout) = (source.name_part(), source.controls().timeout);
+        let goes_on = || !publisher.is_withdrawn();
         let part_of = PartOf { set: set.clone(), number: part, of, all };
         let published = publisher.commit_part(timeout, |bytes| {
             let pieces = view::pieces_of(&self.plan, bytes);
             source.publish_part((name, part_of), pieces, meta, timeout, &goes_on)
         });
-        self.under_way.lock().take_if(|of| *of == name);
+        self.under_way.store(false, Ordering::Release);
         match published {
             Ok(Ok(())) => {
                 self.set.lock().take_if(|now| *now == set);
@@ -133,14 +129,6 @@ impl WrittenView {
             }
             Ok(Err(PartError::Sending(error))) => Err(not_sent(error)),
             Ok(Err(PartError::Shard(error))) | Err(error) => Err(refused(&source, error)),
-        }
-    }
-
-    /// Nobody waits for the part that is being published.
-    pub fn withdraw(&self) {
-        let name = self.under_way.lock().take();
-        if let (Some(name), Some(source)) = (name, self.source.upgrade()) {
-            source.withdraw_assign(name);
         }
     }
 }

@@ -872,6 +872,8 @@ pub enum Message {
     WritePart {
         /// The life of the model.
         generation: Generation,
+        /// The block map by which the pieces lie in the shard's blocks.
+        epoch: Epoch,
         /// The client.
         client: ClientId,
         /// Its name for the part.

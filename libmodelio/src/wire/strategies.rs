@@ -801,9 +801,10 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
                 meta,
             })
             .boxed(),
-        (id64(Generation), id64(ClientId), any::<u64>(), vec(strided(), 1..6))
-            .prop_map(|(generation, client, token, parts)| Message::WritePart {
+        (id64(Generation), id64(Epoch), id64(ClientId), any::<u64>(), vec(strided(), 1..6))
+            .prop_map(|(generation, epoch, client, token, parts)| Message::WritePart {
                 generation,
+                epoch,
                 client,
                 token,
                 parts,

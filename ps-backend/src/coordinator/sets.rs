@@ -27,6 +27,8 @@ pub(super) struct Part {
     pub(super) meta: Meta,
     pub(super) waiting: Waiting,
     pub(super) of: PartOf,
+    /// It waits for the others until then.
+    pub(super) deadline: Now,
 }
 
 /// All parts of a set.
@@ -38,19 +40,18 @@ pub(super) struct Complete {
     pub(super) deadline: Now,
 }
 
-/// The set that gathers: its parts by number. The deadline is that of the first of them.
+/// The set that gathers: its parts by number.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Sets {
     parts: BTreeMap<u32, Part>,
-    deadline: Now,
 }
 
 impl Sets {
-    /// A part comes, and waits for the others until `deadline`. Returns the set if this is the last one.
+    /// A part comes. Returns the set if this is the last one.
     ///
     /// # Errors
     /// [`ShardError::Busy`] if another set gathers, or the part has come. [`ShardError::OutOfRange`] for one that cannot be.
-    pub(super) fn come(&mut self, part: Part, deadline: Now) -> Result<Option<Complete>, ShardError> {
+    pub(super) fn come(&mut self, part: Part) -> Result<Option<Complete>, ShardError> {
         if !part.of.is_sound() {
             return Err(ShardError::OutOfRange);
         }
@@ -81,18 +82,18 @@ impl Sets {
                 format!("the parts of a set have at most {MAX_RANGES} runs of blocks, and these have more");
             return Err(ShardError::NotAllowed(why));
         }
-        self.deadline = if self.parts.is_empty() { deadline } else { deadline.min(self.deadline) };
         let all = part.of.all;
         self.parts.insert(number, part);
         if self.parts.len() < of as usize {
             return Ok(None);
         }
+        let deadline = self.deadline().unwrap_or_default();
         let parts = std::mem::take(&mut self.parts);
         let meta = parts.values().find(|part| !part.meta.is_empty()).map(|part| part.meta.clone());
         let waiting = parts.values().map(|part| part.waiting).collect();
         let of = |Part { client, token, blocks, .. }| PlanPart { client, token, blocks };
         let set = SetOfParts { all, parts: parts.into_values().map(of).collect() };
-        Ok(Some(Complete { set, meta: meta.unwrap_or_default(), waiting, deadline: self.deadline }))
+        Ok(Some(Complete { set, meta: meta.unwrap_or_default(), waiting, deadline }))
     }
 
     /// A client takes a part back. Returns its request, if the part waits for others.
@@ -106,17 +107,23 @@ impl Sets {
         self.parts.retain(|_, part| part.client != client);
     }
 
+    /// All requests that wait. The set is given up.
+    pub(super) fn take_all(&mut self) -> Vec<Waiting> {
+        std::mem::take(&mut self.parts).into_values().map(|part| part.waiting).collect()
+    }
+
     /// When [`Self::take_late`] has some.
     pub(super) fn deadline(&self) -> Option<Now> {
-        Some(self.deadline).filter(|_| !self.parts.is_empty())
+        self.parts.values().map(|part| part.deadline).min()
     }
 
     /// The requests of a set whose deadline is over, and what they are told.
     pub(super) fn take_late(&mut self, now: Now) -> (Vec<Waiting>, ShardError) {
-        let first = self.parts.values().next().filter(|_| self.deadline <= now).map(|first| &first.of);
+        let is_late = self.deadline().is_some_and(|deadline| deadline <= now);
+        let first = self.parts.values().next().filter(|_| is_late).map(|first| &first.of);
         let Some(PartOf { set, of, .. }) = first else { return (Vec::new(), ShardError::Interrupted) };
         let why = ShardError::TimedOut(self.lacks(set, *of).into());
-        (std::mem::take(&mut self.parts).into_values().map(|part| part.waiting).collect(), why)
+        (self.take_all(), why)
     }
 
     /// What the set lacks, in words.
@@ -143,11 +150,11 @@ mod tests {
         let of = PartOf { set: name.into(), number, of, all: false };
         let blocks = std::iter::once(number..number + 1).collect();
         let waiting = (client, Requests::new(0).opens(u64::from(number) + 1));
-        Part { client, token: 7, blocks, meta: Meta::default(), waiting, of }
+        Part { client, token: 7, blocks, meta: Meta::default(), waiting, of, deadline: LATER }
     }
 
     fn refusal(sets: &mut Sets, part: Part) -> String {
-        match sets.come(part, LATER) {
+        match sets.come(part) {
             Err(ShardError::Busy(why)) => why,
             Err(other) => panic!("{other}"),
             Ok(_) => panic!("it was taken"),
@@ -166,11 +173,11 @@ mod tests {
             part.meta.add([("step", text)]).unwrap();
             part
         };
-        assert!(sets.come(said(2, "two"), LATER).unwrap().is_none());
-        assert!(sets.come(part("a", 0, 3), LATER).unwrap().is_none());
+        assert!(sets.come(said(2, "two")).unwrap().is_none());
+        assert!(sets.come(part("a", 0, 3)).unwrap().is_none());
         assert_eq!(sets.deadline(), Some(LATER));
         let Complete { set, meta, waiting, deadline } =
-            sets.come(said(1, "one"), Now::from_secs(9)).unwrap().unwrap();
+            sets.come(Part { deadline: Now::from_secs(9), ..said(1, "one") }).unwrap().unwrap();
         let of = |part: &PlanPart| (part.client.0, part.token, part.blocks.clone());
         let expected: Vec<_> =
             (0..3u32).map(|at| (u64::from(at), 7, std::iter::once(at..at + 1).collect())).collect();
@@ -178,13 +185,13 @@ mod tests {
         assert_eq!((clients(&waiting), deadline), (vec![0, 1, 2], Now::from_secs(9)));
         assert_eq!(meta.get("step"), Some("one"), "the lowest part that says something");
         assert_eq!(sets.deadline(), None);
-        assert!(sets.come(part("b", 0, 2), LATER).unwrap().is_none(), "the next set gathers");
+        assert!(sets.come(part("b", 0, 2)).unwrap().is_none(), "the next set gathers");
     }
 
     #[test]
     fn parts_of_two_sets_never_mix() {
         let mut sets = Sets::default();
-        assert!(sets.come(part("step-1", 0, 12), LATER).unwrap().is_none());
+        assert!(sets.come(part("step-1", 0, 12)).unwrap().is_none());
         let why = refusal(&mut sets, part("step-2", 1, 12));
         assert!(why.contains("set \"step-1\" lacks parts 1, 2, 3, 4, 5, 6, 7, 8 and 3 more of 12"), "{why}");
         let why = refusal(&mut sets, part("step-1", 1, 11));
@@ -196,18 +203,18 @@ mod tests {
             refusal(&mut sets, part("step-1", 0, 12)).contains("part 0 of set \"step-1\" has come already")
         );
         for unsound in [part("", 0, 2), part("a/b", 0, 2), part("a", 2, 2), part("a", 0, 4097)] {
-            assert!(matches!(sets.come(unsound, LATER), Err(ShardError::OutOfRange)));
+            assert!(matches!(sets.come(unsound), Err(ShardError::OutOfRange)));
         }
         let long = (0..MAX_RANGES as u32).map(|at| 2 * at..2 * at + 1).collect();
         let long = Part { blocks: long, ..part("step-1", 1, 12) };
-        assert!(matches!(sets.come(long, LATER), Err(ShardError::NotAllowed(_))));
+        assert!(matches!(sets.come(long), Err(ShardError::NotAllowed(_))));
     }
 
     #[test]
     fn a_late_set_fails_for_all_and_names_what_it_lacks() {
         let mut sets = Sets::default();
-        sets.come(part("a", 3, 4), LATER).unwrap();
-        sets.come(part("a", 1, 4), LATER / 2).unwrap();
+        sets.come(part("a", 3, 4)).unwrap();
+        sets.come(Part { deadline: LATER / 2, ..part("a", 1, 4) }).unwrap();
         assert!(sets.take_late(LATER / 2 - Now::from_millis(1)).0.is_empty());
         let (waiting, why) = sets.take_late(LATER / 2);
         assert_eq!(clients(&waiting), [1, 3]);
@@ -218,15 +225,22 @@ mod tests {
     #[test]
     fn a_part_that_is_taken_back_or_lost_is_missed_and_may_come_again() {
         let mut sets = Sets::default();
-        (0..2).for_each(|number| assert!(sets.come(part("a", number, 3), LATER).unwrap().is_none()));
+        (0..2).for_each(|number| assert!(sets.come(part("a", number, 3)).unwrap().is_none()));
         assert_eq!(sets.withdraw(ClientId(0), 8), None, "another name");
         assert_eq!(sets.withdraw(ClientId(0), 7), Some(part("a", 0, 3).waiting));
         sets.lose(ClientId(1));
-        assert!(sets.come(part("a", 2, 3), LATER).unwrap().is_none());
+        assert!(sets.come(part("a", 2, 3)).unwrap().is_none());
         assert!(sets.take_late(LATER).1.to_string().contains("lacks parts 0, 1 of 3"));
+        // The others wait as long as they would without it.
+        sets.take_all();
+        sets.come(Part { deadline: LATER / 2, ..part("a", 0, 3) }).unwrap();
+        sets.come(part("a", 1, 3)).unwrap();
+        sets.withdraw(ClientId(0), 7);
+        assert_eq!(sets.deadline(), Some(LATER));
+        assert_eq!(clients(&sets.take_all()), [1]);
         // When none is left, another set may gather.
-        sets.come(part("a", 0, 2), LATER).unwrap();
+        sets.come(part("a", 0, 2)).unwrap();
         sets.lose(ClientId(0));
-        assert!(sets.come(part("b", 1, 2), LATER).unwrap().is_none());
+        assert!(sets.come(part("b", 1, 2)).unwrap().is_none());
     }
 }

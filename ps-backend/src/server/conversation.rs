@@ -378,13 +378,15 @@ impl Peer {
                     Err(refusal) => Err(refusal),
                 }
             }
-            Message::WritePart { generation, client, token, parts } if shared.options.holds_blocks => {
+            Message::WritePart { generation, epoch, client, token, parts } if shared.options.holds_blocks => {
                 match models::partition_of(&shared, generation) {
                     Ok((_, partition)) => {
                         let part = partition.part(client, token);
                         self.brings = Some(Arc::clone(&part));
                         return self.send_off(request, errands::ErrandKind::Short, payload, move |packed| {
-                            partition.keep(&part, &parts, packed).map(|()| (Message::Done, None))
+                            partition
+                                .keep_part(&part, epoch, (&parts, packed))
+                                .map(|()| (Message::Done, None))
                         });
                     }
                     Err(refusal) => Err(refusal),

@@ -15,9 +15,10 @@ use super::requests::{millis, shard_error};
 use crate::admin::{AdminError, AdminPeer};
 use crate::bytes::region::RegionKey;
 use crate::client::parts::{Ask, Asks};
+use crate::client::peers::routes::Routes;
 use crate::transport::tally::Flow;
 use crate::vocabulary::block_ranges;
-use crate::vocabulary::ids::{ClientId, Generation};
+use crate::vocabulary::ids::{ClientId, Epoch, Generation};
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::strided::Strided;
@@ -27,9 +28,11 @@ use crate::wire::{Message, PartOf, Refusal};
 const AT_ONCE: usize = 4 << 20;
 /// So many requests are on their way to each shard.
 const UNDER_WAY: usize = 4;
-/// Shards end connections over which nothing comes for some seconds. So it is looked this often whether they must be told
-/// that this end lives.
-const BEAT: Duration = Duration::from_secs(1);
+/// How often it is looked whether anybody waits, and whether shards must be told that this end lives: they end connections
+/// over which nothing comes for some seconds.
+const BEAT: Duration = Duration::from_millis(200);
+/// A shard that does not answer for so long is taken for dead.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Why a part was not published.
 #[derive(Debug, thiserror::Error)]
@@ -45,7 +48,9 @@ pub enum PartError {
 impl From<AdminError> for PartError {
     fn from(error: AdminError) -> PartError {
         match error {
-            AdminError::Refusal(Refusal::NotMine { .. } | Refusal::NoModel(_)) => PartsError::Moving.into(),
+            AdminError::Refusal(Refusal::NotMine { .. } | Refusal::NoModel(_) | Refusal::Epoch { .. }) => {
+                PartsError::Moving.into()
+            }
             AdminError::Refusal(Refusal::Shard(error)) => error.into(),
             error => PartsError::from(error).into(),
         }
@@ -87,6 +92,8 @@ impl Job {
         let (deadline, layout) = (Instant::now() + timeout, self.layout());
         let (mut peers, mut blocks) =
             (PartsPeers::default(), FixedBitSet::with_capacity(layout.blocks() as usize));
+        // All of it goes by one block map. Shards refuse what comes by another one.
+        let routes = Arc::clone(&self.shared.inner.lock().peers.routes);
         let (mut batch, mut bytes) = (Vec::new(), Vec::new());
         let mut pieces = pieces.peekable();
         while let Some((of, packed)) = pieces.next() {
@@ -99,7 +106,7 @@ impl Job {
                     return Err(ShardError::Interrupted.into());
                 }
                 peers.0.values_mut().try_for_each(|peer| peer.keep_alive(deadline))?;
-                self.send_pieces(&mut peers, name.0, (&batch, &bytes), deadline)?;
+                self.send_pieces((&mut peers, &routes), name.0, (&batch, &bytes), deadline)?;
                 batch.clear();
                 bytes.clear();
             }
@@ -110,15 +117,25 @@ impl Job {
         let message = Message::AssignPart { token: name.0, part, blocks, timeout_ms: millis(left), meta };
         let (sender, answers) = mpsc::channel();
         self.request(message, left, Box::new(move |answer| drop(sender.send(answer))));
+        let (mut lost, mut withdrawn) = (None, false);
         loop {
-            match answers.recv_timeout(BEAT) {
-                Ok(Ok(_)) => return Ok(()),
-                Ok(Err(refusal)) => return Err(shard_error(refusal).into()),
-                Err(RecvTimeoutError::Disconnected) => return Err(ShardError::Unreachable.into()),
-                // A shard that cannot be told lets go of the part, and says so when the others are there.
-                Err(RecvTimeoutError::Timeout) => {
-                    let soon = Instant::now() + BEAT;
-                    peers.0.retain(|_, peer| peer.keep_alive(soon).is_ok());
+            match (answers.recv_timeout(BEAT), lost) {
+                (Ok(Ok(_)), _) => return Ok(()),
+                (Ok(Err(Refusal::Shard(ShardError::Interrupted))), Some(lost)) => {
+                    return Err(PartError::from(lost));
+                }
+                (Ok(Err(refusal)), _) => return Err(shard_error(refusal).into()),
+                (Err(RecvTimeoutError::Disconnected), _) => return Err(ShardError::Unreachable.into()),
+                (Err(RecvTimeoutError::Timeout), before) => {
+                    // A shard that cannot be told lets go of the part.
+                    let mut told = || {
+                        peers.0.values_mut().find_map(|peer| peer.keep_alive(Instant::now() + PATIENCE).err())
+                    };
+                    lost = before.or_else(&mut told);
+                    if (lost.is_some() || !goes_on()) && !withdrawn {
+                        withdrawn = true;
+                        self.withdraw_assign(name);
+                    }
                 }
             }
         }
@@ -127,12 +144,11 @@ impl Job {
     /// Brings packed pieces of a part to their shards, all of which are written at the same time.
     fn send_pieces(
         &self,
-        peers: &mut PartsPeers,
+        (peers, routes): (&mut PartsPeers, &Routes),
         token: u64,
         (pieces, bytes): (&[Strided], &[u8]),
         deadline: Instant,
     ) -> Result<(), PartError> {
-        let routes = Arc::clone(&self.shared.inner.lock().peers.routes);
         let owned = routes.partitions.iter().map(|route| route.owned.as_slice());
         let (mut asks, mut place) = (Asks::new(owned, self.layout().block_size()), 0);
         for piece in pieces {
@@ -141,7 +157,7 @@ impl Job {
         }
         self.shared.accounts.tally.moved(Flow::Push, bytes.len());
         self.shared.accounts.tally.copied(Flow::Push, 2 * bytes.len());
-        let (asks, of) = (asks.of(), (self.generation(), self.shared.client, token));
+        let (asks, of) = (asks.of(), (self.generation(), routes.epoch, self.shared.client, token));
         std::thread::scope(|scope| {
             let mut threads = Vec::new();
             for (partition, asks) in asks.iter().enumerate().filter(|(_, asks)| !asks.is_empty()) {
@@ -167,18 +183,15 @@ impl Job {
 /// Sends what a shard has of the pieces, with several requests on their way.
 fn write_to(
     peer: &mut AdminPeer,
-    (generation, client, token): (Generation, ClientId, u64),
+    (generation, epoch, client, token): (Generation, Epoch, ClientId, u64),
     (asks, bytes): (&[Ask], &[u8]),
     deadline: Instant,
 ) -> Result<(), AdminError> {
     let mut answers = 0;
     for ask in asks {
-        let payload = ask.places.iter().flat_map(|place| &bytes[place.clone()]).copied().collect::<Vec<_>>();
-        peer.ask(
-            &Message::WritePart { generation, client, token, parts: ask.parts.clone() },
-            &payload,
-            deadline,
-        )?;
+        let payload = ask.places.iter().map(|place| &bytes[place.clone()]).collect::<Vec<_>>().concat();
+        let message = Message::WritePart { generation, epoch, client, token, parts: ask.parts.clone() };
+        peer.ask(&message, &payload, deadline)?;
         answers += 1;
         if answers == UNDER_WAY {
             taken(peer, deadline)?;

@@ -354,8 +354,9 @@ impl CoordinatorCore {
             Message::AssignPart { token, part, blocks, timeout_ms, meta } => {
                 self.shape.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 self.core.may_assign()?;
-                let part = Part { client: id, token, blocks, meta, waiting: (id, asked), of: part };
-                if let Some(set) = self.sets.come(part, deadline(timeout_ms))? {
+                let (waiting, deadline) = ((id, asked), deadline(timeout_ms));
+                let part = Part { client: id, token, blocks, meta, waiting, of: part, deadline };
+                if let Some(set) = self.sets.come(part)? {
                     let Complete { set, meta, waiting, deadline } = set;
                     let mut blocks = FixedBitSet::with_capacity(self.shape.blocks() as usize);
                     blocks.set_range(.., set.all);

@@ -166,7 +166,8 @@ impl CoordinatorCore {
         self.health.fail(why.clone());
         self.run = None;
         self.queue.clear();
-        for (client, asked) in self.tickets.take_all() {
+        let gathering = self.sets.take_all();
+        for (client, asked) in self.tickets.take_all().chain(gathering) {
             self.answer(client, asked, Message::Refused(why.clone()), actions);
         }
         self.send_state_to_all(now, actions);

@@ -101,6 +101,29 @@ fn a_lost_client_takes_its_part_along_and_a_complete_set_goes_on() {
 }
 
 #[test]
+fn a_job_that_fails_says_so_to_the_parts_that_wait() {
+    let mut bench = Bench::new();
+    bench.client(B, 2, part(1, 1..3, false));
+    bench.client(
+        A,
+        2,
+        Message::Assign {
+            token: 1,
+            blocks: vec![0..1],
+            timeout_ms: 9,
+            ahead: None,
+            meta: Default::default(),
+        },
+    );
+    bench.started();
+    bench.partition(0, Message::Refused(Refusal::NoModel("m".into())));
+    for client in [A, B] {
+        let said = answers(&mut bench, client);
+        assert!(matches!(said[..], [(2, Message::Refused(Refusal::Shard(ShardError::Lost(_))))]), "{said:?}");
+    }
+}
+
+#[test]
 fn a_set_goes_on_where_the_model_has_moved() {
     let mut bench = Bench::new();
     bench.client(B, 2, part(1, 1..3, false));

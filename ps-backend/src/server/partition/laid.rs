@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::coding::Form;
-use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
+use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::strided::Strided;
 use libmodelio::wire::{Message, PlanPart, Refusal, SetOfParts};
@@ -70,13 +70,16 @@ impl Partition {
     /// Keeps packed pieces of a part.
     ///
     /// # Errors
-    /// If they do not lie here, or are no pieces, or the part has more bytes than there are.
-    pub(in crate::server) fn keep(
+    /// If they do not lie here, or not by this block map, or are no pieces, or the part has more bytes than there are.
+    pub(in crate::server) fn keep_part(
         &self,
         part: &Part,
-        pieces: &[Strided],
-        packed: &[u8],
+        epoch: Epoch,
+        (pieces, packed): (&[Strided], &[u8]),
     ) -> Result<(), Refusal> {
+        if self.epoch != epoch {
+            return Err(Refusal::Epoch { expected: self.epoch, got: epoch });
+        }
         let (partition, size) = (self.store.partition(), u64::from(self.layout().block_size()));
         if Strided::total(pieces, self.model_bytes) != Some(packed.len() as u64) {
             return Err(ShardError::OutOfRange.into());
@@ -162,21 +165,16 @@ impl Partition {
         let Ok(Reserved::Ready(reservation)) = reserved else { return };
         let start = u64::from(global.0) * u64::from(self.layout().block_size());
         let base = self.store.version(laid.base).ok_or(ShardError::Unreachable);
-        let outcome = base
-            .and_then(|base| laid.block(&base, block, start))
-            .map(|made| reservation.complete(&made, || true));
-        match outcome {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced")
-            }
-            Err(why) => {
-                if laid.failed.set(why.clone()).is_ok() {
-                    let state = self.state.lock();
-                    state.send(self.epoch, 0, Message::Unmade { plan, why });
-                    PartitionState::deliver(state);
-                }
-            }
+        let outcome = base.and_then(|base| laid.block(&base, block, start)).and_then(|made| {
+            let failed = |refusal| ShardError::Lost(format!("block {global} cannot be made: {refusal}"));
+            reservation.complete(&made, || true).map_err(failed)
+        });
+        if let Err(why) = outcome
+            && laid.failed.set(why.clone()).is_ok()
+        {
+            let state = self.state.lock();
+            state.send(self.epoch, 0, Message::Unmade { plan, why });
+            PartitionState::deliver(state);
         }
     }
 }
