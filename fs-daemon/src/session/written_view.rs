@@ -51,8 +51,7 @@ impl WrittenView {
     /// Whether a part may be written now.
     ///
     /// # Errors
-    /// EINVAL if the plan cannot be turned round or does not say which part it is, EACCES where weights may not be
-    /// written now.
+    /// EINVAL if the plan has no inverse or does not say which part it is, EACCES where weights may not be written now.
     pub fn may_publish(&self) -> CallResult<()> {
         self.share()?;
         let source = self.source()?;
@@ -78,7 +77,7 @@ impl WrittenView {
     /// The set that a text names.
     ///
     /// # Errors
-    /// EINVAL, also as [`Self::may_publish`] has it.
+    /// EINVAL for a wrong name, and for a view that cannot be published.
     pub fn read_set(&self, text: &[u8]) -> CallResult<String> {
         self.share()?;
         let name = std::str::from_utf8(text).map_err(|_| invalid("set: not text"))?.trim();
@@ -118,8 +117,7 @@ impl WrittenView {
         let goes_on = || !publisher.is_withdrawn();
         let part_of = PartOf { set: set.clone(), number: part, of, all };
         let published = publisher.commit_part(timeout, |bytes| {
-            let pieces = view::pieces_of(&self.plan, bytes);
-            source.publish_part((name, part_of), pieces, meta, timeout, &goes_on)
+            source.publish_part((name, part_of), (view::inverse(&self.plan), bytes), meta, timeout, &goes_on)
         });
         self.under_way.store(false, Ordering::Release);
         match published {

@@ -64,28 +64,17 @@ pub fn reads(plan: &ViewPlan) -> impl Iterator<Item = Vec<Strided>> {
     })
 }
 
-/// The other way: the pieces of the model that a view of this plan holds, part by part, and the bytes of each part, packed.
-/// The plan must be one that can be turned round ([`ViewPlan::check_inverse`]).
-///
-/// # Panics
-/// If `view` is shorter than a view.
-pub fn pieces_of<'a>(
-    plan: &'a ViewPlan,
-    view: &'a [u8],
-) -> impl Iterator<Item = (Vec<Strided>, Vec<u8>)> + 'a {
+/// The pieces of the model that a view of this plan holds, tile by tile, and the pieces of the view that hold the same bytes
+/// in the same order. The plan must have an inverse ([`ViewPlan::check_inverse`]).
+pub fn inverse(plan: &ViewPlan) -> impl Iterator<Item = (Vec<Strided>, Vec<Strided>)> + '_ {
     plan.moves.iter().flat_map(move |of| {
         let (from, to) = (&plan.source.tensors()[of.part.tensor], &plan.target.tensors()[of.target]);
         let size = from.dtype.size_bytes();
-        let whole = whole(from).filter(|_| size.is_none()).map(|all| (vec![all], to.bytes.clone()));
-        let whole = whole.map(|(all, of)| (all, view[of.start as usize..of.end as usize].to_vec()));
+        let whole = whole(from).filter(|_| size.is_none());
+        let whole = whole.map(|all| (vec![all], vec![Strided::contiguous(to.bytes.clone())]));
         let tiled = size.into_iter().flat_map(move |size| {
-            tiles(&shape(&of.part), size, false).map(move |tile| {
-                let mut bytes = Vec::with_capacity(tile.iter().map(Range::len).product::<usize>() * size);
-                for at in targets(of, to, size, &tile).iter().flat_map(Strided::pieces) {
-                    bytes.extend_from_slice(&view[at.start as usize..at.end as usize]);
-                }
-                (sources(&of.part, from, size, &tile), bytes)
-            })
+            tiles(&shape(&of.part), size, false)
+                .map(move |tile| (sources(&of.part, from, size, &tile), targets(of, to, size, &tile)))
         });
         whole.into_iter().chain(tiled)
     })

@@ -42,10 +42,10 @@ struct Publish {
     all: bool,
 }
 
-/// Which part of new weights a view is that is written.
+/// The part of new weights that a written view is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// Its number.
+    /// The part's number.
     pub part: u32,
     /// The number of parts.
     pub of: u32,
@@ -193,12 +193,12 @@ impl ViewPlan {
         Ok(ViewPlan { source: Arc::clone(source), target, moves, share: None })
     }
 
-    /// Which part of new weights a view is that is written. None if the plan does not say that.
+    /// The part of new weights that a view of this plan is. None if the plan does not say it.
     pub fn share(&self) -> Option<Share> {
         self.share
     }
 
-    /// Whether a view can be turned into the pieces of the model that it was made of.
+    /// Checks that a view can be turned back into the pieces of the model that it was made of.
     ///
     /// # Errors
     /// [`PlanError::Unfit`] names a tensor that is cast, transposed or there twice.

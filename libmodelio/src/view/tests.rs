@@ -7,7 +7,7 @@ use fastrand::Rng;
 use half::bf16;
 use serde_json::{Value, json};
 
-use super::{Flat, Share, Source, ViewPlan, fill, pieces_of, reads};
+use super::{Flat, Share, Source, ViewPlan, fill, inverse, reads};
 use crate::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
 use crate::vocabulary::strided::Strided;
 
@@ -437,12 +437,11 @@ fn written(model: &Model, plan: &Value, into: &mut [Option<u8>]) {
     plan.check_inverse().unwrap();
     let (bytes, mut view) = (flat(model, &source), vec![0; plan.layout().size() as usize]);
     let Ok(()) = fill(&plan, &mut Flat(&bytes), &mut view);
-    for (pieces, packed) in pieces_of(&plan, &view) {
-        let mut packed = packed.into_iter();
-        for at in pieces.iter().flat_map(Strided::pieces).flatten() {
-            into[at as usize] = packed.next();
-        }
-        assert_eq!(packed.next(), None, "as many bytes as the pieces have");
+    let bytes_of = |pieces: &[Strided]| pieces.iter().flat_map(Strided::pieces).flatten().collect::<Vec<_>>();
+    for (of_model, of_view) in inverse(&plan) {
+        let (to, from) = (bytes_of(&of_model), bytes_of(&of_view));
+        assert_eq!(to.len(), from.len(), "as many bytes as the pieces have");
+        to.into_iter().zip(from).for_each(|(to, from)| into[to as usize] = Some(view[from as usize]));
     }
 }
 

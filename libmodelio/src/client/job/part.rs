@@ -24,7 +24,7 @@ use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::strided::Strided;
 use crate::wire::{Message, PartOf, Refusal};
 
-/// Bytes that are sent together.
+/// So many bytes are sent together.
 const AT_ONCE: usize = 4 << 20;
 /// So many requests are on their way to each shard.
 const UNDER_WAY: usize = 4;
@@ -37,10 +37,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Why a part was not published.
 #[derive(Debug, thiserror::Error)]
 pub enum PartError {
-    /// Its bytes have not come to the shards.
+    /// The part's bytes have not come to the shards.
     #[error(transparent)]
     Sending(#[from] PartsError),
-    /// It was refused, or others have not come.
+    /// The part was refused, or others have not come.
     #[error(transparent)]
     Shard(#[from] ShardError),
 }
@@ -76,15 +76,19 @@ impl Job {
         RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Publishes a part of new weights, whose `pieces` lie apart, and waits until all parts of its set are a version.
-    /// `goes_on` is asked now and then whether anybody waits.
+    /// Publishes a part of new weights, and waits until all parts of its set are a version. `pieces` say where the part's
+    /// bytes belong in the model, and where the same bytes lie in `memory`, in the same order. Now and then, `goes_on` says
+    /// whether anybody waits.
     ///
     /// # Errors
-    /// [`PartError`]. There is no version then, of any of the parts.
+    /// [`PartError`]. No part of the set is in a version then.
+    ///
+    /// # Panics
+    /// If pieces lie outside `memory`.
     pub fn publish_part(
         &self,
         (name, part): (RegionKey, PartOf),
-        pieces: impl Iterator<Item = (Vec<Strided>, Vec<u8>)>,
+        (pieces, memory): (impl Iterator<Item = (Vec<Strided>, Vec<Strided>)>, &[u8]),
         meta: Meta,
         timeout: Duration,
         goes_on: &dyn Fn() -> bool,
@@ -96,11 +100,13 @@ impl Job {
         let routes = Arc::clone(&self.shared.inner.lock().peers.routes);
         let (mut batch, mut bytes) = (Vec::new(), Vec::new());
         let mut pieces = pieces.peekable();
-        while let Some((of, packed)) = pieces.next() {
+        while let Some((of, here)) = pieces.next() {
             let ranges = of.iter().flat_map(Strided::pieces);
             ranges.flat_map(|range| layout.blocks_of(range)).for_each(|block| blocks.insert(block.index()));
             batch.extend(of);
-            bytes.extend(packed);
+            for range in here.iter().flat_map(Strided::pieces) {
+                bytes.extend_from_slice(&memory[range.start as usize..range.end as usize]);
+            }
             if bytes.len() >= AT_ONCE || pieces.peek().is_none() {
                 if !goes_on() {
                     return Err(ShardError::Interrupted.into());

@@ -1,6 +1,7 @@
 //! New weights in parts, which clients have brought before they are published. A plan lays those of its set over the newest
 //! version: the executor makes each block, which comes to its place as if somebody had sent it.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock, Weak};
@@ -134,7 +135,7 @@ impl Partition {
         self.brought.lock().laid.as_ref().filter(|(of, _)| *of == plan)?.1.failed.get().cloned()
     }
 
-    /// A plan is over. What it has taken may be long.
+    /// A plan is over. The caller drops its parts once it holds no lock, because freeing them takes a while.
     pub(super) fn lets_parts_go(&self, plan: PlanId) -> impl Sized + use<> {
         self.brought.lock().laid.take_if(|(of, _)| *of == plan)
     }
@@ -157,6 +158,7 @@ impl Partition {
     }
 
     fn lay_block(self: &Arc<Partition>, plan: PlanId, laid: &Laid, block: BlockId) {
+        thread_local!(static MADE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) });
         let Some(global) = self.store.partition().global(block) else { return };
         let reserved = self
             .push_of(plan, global, Form::Plain, false)
@@ -165,9 +167,10 @@ impl Partition {
         let Ok(Reserved::Ready(reservation)) = reserved else { return };
         let start = u64::from(global.0) * u64::from(self.layout().block_size());
         let base = self.store.version(laid.base).ok_or(ShardError::Unreachable);
-        let outcome = base.and_then(|base| laid.block(&base, block, start)).and_then(|made| {
+        let outcome = MADE.with_borrow_mut(|made| {
+            laid.block(&base?, (block, start), made)?;
             let failed = |refusal| ShardError::Lost(format!("block {global} cannot be made: {refusal}"));
-            reservation.complete(&made, || true).map_err(failed)
+            reservation.complete(made, || true).map_err(failed)
         });
         if let Err(why) = outcome
             && laid.failed.set(why.clone()).is_ok()
@@ -180,9 +183,16 @@ impl Partition {
 }
 
 impl Laid {
-    /// A block of the next version, which begins at `start` in the model.
-    fn block(&self, base: &PinnedVersion, block: BlockId, start: u64) -> Result<Vec<u8>, ShardError> {
-        let (mut made, mut covered) = (base.block(block).to_vec(), Vec::new());
+    /// Makes a block of the next version, which begins at `start` in the model.
+    fn block(
+        &self,
+        base: &PinnedVersion,
+        (block, start): (BlockId, u64),
+        made: &mut Vec<u8>,
+    ) -> Result<(), ShardError> {
+        let mut covered = Vec::new();
+        made.clear();
+        made.extend_from_slice(base.block(block));
         // The lowest part is the last one over the others.
         for (number, (part, blocks)) in self.parts.iter().enumerate().rev() {
             if !blocks.contains(block.index()) {
@@ -197,7 +207,9 @@ impl Laid {
                 made[range.start as usize..range.end as usize].copy_from_slice(now);
                 rest = later;
             }
-            covered.extend_from_slice(ranges);
+            if self.set.all {
+                covered.extend_from_slice(ranges);
+            }
         }
         if self.set.all {
             covered.sort_unstable_by_key(|range: &Range<u32>| range.start);
@@ -210,6 +222,6 @@ impl Laid {
                 return Err(ShardError::Uncovered(start + u64::from(at)));
             }
         }
-        Ok(made)
+        Ok(())
     }
 }

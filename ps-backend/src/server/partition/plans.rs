@@ -269,7 +269,7 @@ impl Partition {
         state.wake();
         let mailbox = state.mailbox();
         drop(state);
-        // That may be long.
+        // Freeing parts takes a while.
         drop(laid);
         if let Some(plan) = begins {
             self.begin(plan);
