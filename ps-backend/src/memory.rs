@@ -113,7 +113,7 @@ impl MemoryUse {
         let arrays = |count: usize| layout.elements().saturating_mul(4 * (copies * count) as u64);
         MemoryUse {
             versions: layout.size().saturating_mul(VERSIONS + retained),
-            masters: arrays(usize::from(halves)),
+            masters: arrays(usize::from(halves && controls.widest_reducer().keeps_masters())),
             state: arrays(controls.widest_reducer().state_slots()),
             ..MemoryUse::default()
         }
@@ -151,10 +151,11 @@ impl MemoryUse {
 /// Whether a version changes state or masters in place. Then it is computed once it counts, and contributions are added up
 /// until then.
 fn changes_in_place(layout: &ModelLayout, controls: &Controls, copies: Option<StateCopies>) -> bool {
+    let reducer = controls.widest_reducer();
     let is_narrow = || layout.tensors().iter().any(|tensor| tensor.dtype.is_narrow());
     match copies {
         None => true,
-        Some(StateCopies::Single) => controls.widest_reducer().state_slots() > 0 || is_narrow(),
+        Some(StateCopies::Single) => reducer.state_slots() > 0 || reducer.keeps_masters() && is_narrow(),
         Some(StateCopies::Double) => false,
     }
 }

@@ -6,6 +6,7 @@ import threading
 
 import numpy
 import pytest
+from conftest import HANGS
 
 import gradfs
 
@@ -254,6 +255,8 @@ def test_publish_says_something_of_the_version(start):
         assert before.meta == {}
         assert model.publish({"w": numpy.ones(3, "f4")}, meta={"step": "1", "hash": "ä"}) == 1
         assert gradfs.publish(model.path, {"w": numpy.full(3, 2, "f4")}) == 2
+        # Without a mount, that was another client: this one may hear of the version a little later.
+        assert model.wait(newer_than=1, timeout=HANGS) == 2
         assert before.meta == {} and model.pull().meta == {}, "it belongs to one version"
     model.publish({"w": numpy.ones(3, "f4")}, meta={"step": "3"})
     versions = gradfs.follow(model.path)

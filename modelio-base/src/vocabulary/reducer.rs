@@ -231,6 +231,11 @@ impl Reducer {
         self.facts().state.len()
     }
 
+    /// Whether weights of 16 and 8 bits have fp32 masters. Values that replace others need none.
+    pub fn keeps_masters(self) -> bool {
+        !self.combine().replaces()
+    }
+
     /// Torch's name for a value of state.
     ///
     /// # Panics

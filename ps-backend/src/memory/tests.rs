@@ -77,6 +77,8 @@ fn one_formula_counts_versions_masters_state_sums_and_staging() {
     // Masters change in place, so contributions are added up before that, of one learner, too.
     assert_eq!(process(DType::BF16, &plain, Some(Single)), [2, 2, 0, 2, 1]);
     assert_eq!(process(DType::BF16, &plain, Some(Double)), [2, 4, 0, 0, 1]);
+    let assigns = with(&[("reducer", "assign")]);
+    assert_eq!(process(DType::BF16, &assigns, Some(Single)), [2, 0, 0, 0, 1], "nothing is added to masters");
     assert_eq!(process(DType::E4M3, &plain, Some(Single)), [2, 4, 0, 4, 1]);
     let shard = |controls, copies| mib(MemoryUse::of_partition(&layout(DType::F32), controls, copies));
     assert_eq!(shard(&adam, Some(Double)), [2, 0, 4, 1, 0]);

@@ -210,7 +210,10 @@ impl PartitionStore {
         let made = match &work {
             Work::Add { .. } | Work::Measure { .. } => None,
             Work::Reduce { step, tensors, groups, factors, fresh_state } => {
-                inner.state.prepare(groups.widest(step.reducer), *fresh_state)?;
+                if inner.state.prepare(groups.widest(step.reducer), *fresh_state)? {
+                    let newest = inner.newest(layout).ok_or(PartitionError::Loading)?;
+                    newest.make_masters()?;
+                }
                 let steps = ByteSteps::of_partition(partition, tensors, groups, factors);
                 let adds_up = !step.reducer.combine().replaces();
                 let adds_there = in_place && adds_up && inner.adds_there;

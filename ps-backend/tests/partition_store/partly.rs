@@ -13,11 +13,14 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Work;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
-use ps_backend::partition::store::{BlockInput, PartitionJob, PartitionStore, Payload};
+use ps_backend::partition::store::{BlockInput, Home, Limits, PartitionJob, PartitionStore, Payload};
+use ps_backend::state_copies::StateCopies;
 use test_devices::one_by_one::OneByOne;
 
 use crate::common;
-use crate::driver::{bytes_of, checked, conclude, loaded, model, reduces_all, step};
+use crate::driver::{
+    bytes_of, checked, conclude, loaded, loaded_with, model, partition_of, reduces_all, step,
+};
 
 /// Which blocks, by bit; how much of a block is written, in words of four bytes, from where, and how often; all of it
 /// if nothing is said.
@@ -194,18 +197,25 @@ proptest! {
     }
 }
 
-/// Half precision keeps what an fp32 master knows beyond the weights: where values are not written, and where new
-/// weights are the old ones.
+/// Half precision keeps what an fp32 master knows beyond the weights where new weights are the old ones.
 #[test]
 fn masters_of_unchanged_bytes_stay_as_they_are() {
-    for publishes in [false, true] {
-        masters_stay(publishes);
-    }
+    [StateCopies::Single, StateCopies::Double].into_iter().for_each(|copies| between_two_sums(copies, true));
 }
 
-fn masters_stay(publishes: bool) {
+/// Assigned values have no masters.
+#[test]
+fn masters_are_made_of_the_weights_when_a_reducer_first_needs_them() {
+    [StateCopies::Single, StateCopies::Double].into_iter().for_each(|copies| between_two_sums(copies, false));
+}
+
+/// Adds up less than half precision shows, before and after some elements get new values: they are new weights, or
+/// contributions to `assign`.
+fn between_two_sums(copies: StateCopies, publishes: bool) {
     let layout = ModelLayout::blank(u64::from(common::BLOCK), DType::BF16, common::BLOCK).unwrap();
-    let store = loaded(&layout, Reducer::Sum, &encode(&layout, 0, |_| 1.0));
+    let partition = partition_of(&layout, |_| true);
+    let ones = encode(&layout, 0, |_| 1.0);
+    let store = loaded_with(partition, Reducer::Sum, Limits::default(), Home::Host(copies), &ones);
     let small = encode(&layout, 0, |_| 1.0 / 1024.0);
     let make = |base: u64, reducer, payload: &[u8], written: Option<&[Range<u32>]>| {
         let work = reduces_all(&store, step(reducer, 1), true);
@@ -228,7 +238,8 @@ fn masters_stay(publishes: bool) {
     (5..9).for_each(|base| make(base, Reducer::Sum, &small, None));
     let newest = store.newest().unwrap();
     let values = common::decode(&layout, newest.block(BlockId(0)));
-    let expected = |i: usize| if is_new(i) { 5.0 } else { 1.0 + 1.0 / 128.0 };
+    let added = if publishes { 1.0 / 128.0 } else { 0.0 };
+    let expected = |i: usize| if is_new(i) { 5.0 } else { 1.0 + added };
     let wrong = values.iter().enumerate().find(|(i, value)| **value != expected(*i));
     assert_eq!(wrong, None);
 }

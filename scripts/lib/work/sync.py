@@ -4,12 +4,13 @@ JSON in its last line. All hosts are of one machine, and have one clock.
   weights    a file with the weights of a packaged model, tiled
   step       changes that file: a share of elements at random, or what an AdamW step changes
   publish    writes the file to a mount, and closes it
-  read       waits for a version on another mount, and reads all of it
+  read       waits for a version on another mount, and maps all of it, or reads it
   shown      waits until another mount shows a version; reads it when a file is there
   send       the same by hand: compares with a copy, writes sparse safetensors or whole ones, and then a marker
   fetch      waits for that marker over HTTP, and brings its own copy up to date
 """
 
+import mmap
 import os
 import select
 import sys
@@ -92,33 +93,39 @@ def publish(options):
     say({"began": begin, "closes": closes, "closed": time.monotonic()})
 
 
-@task(("model", Path), ("version", int), ("path", Path))
-def read(options):
-    """Says when it had all bytes in its own memory."""
-    # All of its pages are there.
-    wanted = bytearray(b"\1") * options.path.stat().st_size
-    version = os.open(options.model / "version", os.O_RDONLY)
+def shows(model, number):
+    """Waits until a mount shows this version."""
+    version = os.open(model / "version", os.O_RDONLY)
+    changes = select.poll()
+    changes.register(version, select.POLLIN)
     print("waits", flush=True)
-    while int(os.pread(version, 32, 0)) < options.version:
-        time.sleep(0.0005)
+    while int(os.pread(version, 32, 0)) < number:
+        changes.poll(1000)
+
+
+@task(("model", Path), ("version", int), ("path", Path), copies=False)
+def read(options):
+    """Says when it had all bytes: mapped, with a page table of all of them; or copied to memory of its own."""
+    size = options.path.stat().st_size
+    # All of its pages are there.
+    own = bytearray(b"\1") * (size if options.copies else 0)
+    shows(options.model, options.version)
     with open(options.model / "weights", "rb", buffering=0) as file:
-        view = memoryview(wanted)
-        while view:
-            view = view[file.readinto(view) :]
+        if options.copies:
+            view = memoryview(own)
+            while view:
+                view = view[file.readinto(view) :]
+        else:
+            own = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
     end = time.monotonic()
-    assert wanted == options.path.read_bytes(), "these are other weights"
+    assert own[:] == options.path.read_bytes(), "these are other weights"
     say({"at": end})
 
 
 @task(("model", Path), ("version", int), ("path", Path), ("checks", Path))
 def shown(options):
     """Says when it was shown. Its bytes are looked at later, so that others have the CPU meanwhile."""
-    version = os.open(options.model / "version", os.O_RDONLY)
-    changes = select.poll()
-    changes.register(version, select.POLLIN)
-    print("waits", flush=True)
-    while int(os.pread(version, 32, 0)) < options.version:
-        changes.poll(1000)
+    shows(options.model, options.version)
     end = time.monotonic()
     print("shown", flush=True)
     while not options.checks.exists():
@@ -162,7 +169,7 @@ def fetch(options):
             urllib.request.urlopen(f"{options.url}/marker").read()
             break
         except urllib.error.HTTPError:
-            time.sleep(0.0005)
+            time.sleep(0.005)
     tensors = load(urllib.request.urlopen(f"{options.url}/changes.safetensors").read())
     for number, part in enumerate(own.split(-(-len(own) // TENSORS))):
         if f"t{number}" in tensors:

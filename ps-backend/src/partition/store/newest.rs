@@ -55,6 +55,9 @@ impl Newest {
             DataKind::Slot(slot) => Array::Slot(usize::from(slot)),
         };
         let Some(arrays) = &self.arrays else {
+            if what == DataKind::Masters && self.state.master.is_none() {
+                return Ok(self.widened(block).into());
+            }
             // SAFETY: the newest version's state is immutable while no new version is computed.
             let bytes = self.mapping(what).map(|mapping| unsafe { mapping.bytes(place) });
             return Ok(bytes.unwrap_or_default().into());
@@ -89,6 +92,27 @@ impl Newest {
         };
         let any = !block_span(&self.layout, block).is_empty();
         masters.into_iter().chain((0..slots as u8).map(DataKind::Slot)).filter(|_| any).collect()
+    }
+
+    /// Makes all masters of the weights.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`].
+    pub(super) fn make_masters(&self) -> Result<(), DeviceError> {
+        // SAFETY: no version is being built, so nobody reads masters or writes the newest weights.
+        (0..self.layout.blocks()).try_for_each(|block| unsafe { self.filled(BlockId(block)) })
+    }
+
+    /// What the masters of a block would be, if there were some. Elements without a master have zeros.
+    fn widened(&self, block: BlockId) -> Vec<u8> {
+        let all = block_span(&self.layout, block);
+        let mut wide = vec![0.0; all.len()];
+        for (segment, wire) in narrow(&self.layout, block) {
+            let elements = element_span(segment, wire);
+            let room = &mut wide[elements.start - all.start..elements.end - all.start];
+            kernels::widen(wire, self.weights.bytes(segment.bytes.clone()), room);
+        }
+        kernels::bytes(&wide).to_vec()
     }
 
     /// A block's weights were loaded. Its masters follow from them, and so do the weights on a device.

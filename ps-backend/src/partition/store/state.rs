@@ -6,7 +6,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use libmodelio::bytes::available;
 use libmodelio::bytes::mmap::Mapping;
@@ -102,20 +102,27 @@ impl State {
 
     /// Whether work of a plan changes state that cannot be restored. Then its version is computed once it counts.
     pub(super) fn changes_in_place(&self, work: &Work) -> bool {
-        let slots = match work {
-            Work::Reduce { step, groups, .. } => groups.widest(step.reducer).state_slots(),
-            Work::Assign { .. } => 0,
+        let (slots, masters) = match work {
+            Work::Reduce { step, groups, .. } => {
+                let reducer = groups.widest(step.reducer);
+                (reducer.state_slots(), reducer.keeps_masters())
+            }
+            // There may be masters by the time it begins.
+            Work::Assign { .. } => (0, true),
             Work::Add { .. } | Work::Measure { .. } => return false,
         };
-        self.arrays.is_some() || self.copies.len() == 1 && (self.has_narrow || slots > 0)
+        self.arrays.is_some() || self.copies.len() == 1 && (self.has_narrow && masters || slots > 0)
     }
 
     /// Makes sure that all copies of state have exactly what `reducer` needs, pre-faulted. `fresh` starts its slots
-    /// from zero. No version may be being built.
+    /// from zero. No version may be being built. Returns whether there are masters now which there were not: those of
+    /// the newest version have to be made of its weights.
     ///
     /// # Errors
-    /// When there is no memory.
-    pub(super) fn prepare(&mut self, reducer: Reducer, fresh: bool) -> Result<(), PartitionError> {
+    /// When there is no memory. Then there are no new masters.
+    pub(super) fn prepare(&mut self, reducer: Reducer, fresh: bool) -> Result<bool, PartitionError> {
+        let keeps_masters = self.has_narrow && reducer.keeps_masters();
+        let mut masters = Vec::new();
         let (fresh, bytes) = (fresh && self.slots_used, self.layout.elements() as usize * 4);
         let new = || -> io::Result<Mapping> {
             available::check(bytes as u64)?;
@@ -135,8 +142,8 @@ impl State {
                     let stamp = if side == 0 { 0 } else { VOID };
                     state.stamps = (0..self.layout.blocks()).map(|_| AtomicU64::new(stamp)).collect();
                 }
-                if self.has_narrow && state.master.is_none() {
-                    state.master = Some(new()?);
+                if !keeps_masters {
+                    state.master = None;
                 }
                 for (i, slot) in state.slots.iter_mut().enumerate() {
                     if i >= reducer.state_slots() {
@@ -147,10 +154,21 @@ impl State {
                         *slot = Some(new()?);
                     }
                 }
+                if keeps_masters && state.master.is_none() {
+                    masters.push(new()?);
+                }
             }
         }
+        let are_new = !masters.is_empty();
+        for (state, master) in self.copies.iter_mut().filter_map(Arc::get_mut).zip(masters) {
+            state.master = Some(master);
+        }
+        if are_new {
+            let of_next = self.copies.iter().skip(1).flat_map(|state| &state.stamps);
+            of_next.for_each(|stamp| stamp.store(VOID, Ordering::Relaxed));
+        }
         self.slots_used &= !fresh;
-        Ok(())
+        Ok(are_new)
     }
 
     /// Whether [`Self::prepare`] would neither take nor clear memory.
@@ -158,7 +176,8 @@ impl State {
         let wanted = reducer.state_slots();
         let is_there = |state: &Arc<StateBuffer>| {
             let slots = state.slots[..wanted].iter().all(Option::is_some);
-            !state.stamps.is_empty() && slots && state.master.is_some() == self.has_narrow
+            let masters = self.has_narrow && reducer.keeps_masters();
+            !state.stamps.is_empty() && slots && state.master.is_some() == masters
         };
         let clears = fresh && self.slots_used && wanted > 0;
         !clears

@@ -8,7 +8,8 @@
 delta: two hosts are network namespaces, whose sending the kernel limits. The first has the shard and the trainer's mount,
 the second the reader's. The weights are those of a packaged model, tiled. Before each turn, a hundredth of the elements
 changes at random, or so many as an AdamW step changes at a learning rate of 3e-6. The time is from the trainer's close
-until the reader has all bytes in memory of its own; against scripts, from the trainer's first write.
+until the reader has mapped all bytes; against scripts, from the trainer's first write. delta_sync_copied is of a reader
+that copies them to memory of its own.
 
 views: between the same hosts. Bytes are those that the mount has pulled for each version of a rank's view, in sizes of the
 model. Memory is what the mount's process takes with the view and without. Then eighths of all matrices are read into new
@@ -61,8 +62,9 @@ def sent(hosts, host="from"):
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
-def by_gradfs(hosts, mounts, weights, version):
-    reader = hosts.work("to", "sync.py", "read", mounts["to"], version, weights.path)
+def by_gradfs(hosts, mounts, weights, version, copies):
+    words = [mounts["to"], version, weights.path, *(["--copies"] if copies else [])]
+    reader = hosts.work("to", "sync.py", "read", *words)
     reader.wait_for("waits")
     before = sent(hosts)
     wrote = hosts.work("from", "sync.py", "publish", mounts["from"], weights.path).found(DEADLINE)
@@ -101,12 +103,12 @@ def delta(bench, gradfs):
         say(f"{size / MIB:.0f} MiB over a link of {RATE / 1e9:g} Gbit/s")
         found, version = {}, 0
 
-        def publish(name, delta):
+        def publish(name, delta, copies=False):
             nonlocal version
             control = mounts["from"] / "control/delta"
             hosts.start("from", ["sh", "-c", f"echo {delta} > {control}"]).finish(10)
             version += 1
-            found.setdefault(name, []).append(by_gradfs(hosts, mounts, weights, version))
+            found.setdefault(name, []).append(by_gradfs(hosts, mounts, weights, version, copies))
 
         weights.step("random")
         publish("first", "off")
@@ -117,6 +119,9 @@ def delta(bench, gradfs):
                 if kind == "random":
                     found.setdefault("by hand", []).append(by_hand(hosts, weights, served, False))
                 found.setdefault(f"{kind} changed", []).append((share, 0))
+                if kind == "random":
+                    weights.step(kind)
+                    publish("copied", "auto", copies=True)
                 if turn < 3 and (kind == "random" or not bench.quick):
                     weights.step(kind)
                     publish("whole", "off")
@@ -139,6 +144,7 @@ def delta(bench, gradfs):
             "delta_bytes_vs_sparse_safetensors", bytes_of[0] / bytes_of[1], "ratio", 0.6, "<=",
             *(f"{count / MIB:.1f} MiB" for count in bytes_of),
         ),
+        Figure("delta_sync_copied", median("copied") / whole, "ratio"),
         times("sync_vs_sparse_files", median("random", 2), median("by hand"), 2),
         times("sync_vs_shared_dir", median("random", 2), median("whole by hand"), 8),
     ]  # fmt: skip
