@@ -118,6 +118,8 @@ def test_a_mount_that_lags_behind_pulls_the_changes_of_several_versions_at_once(
         assert (read(reads) == values).all()
         came, patched = (after - then for after, then in zip(pulled(reads), before))
         assert (came < 0.1 * SIZE, patched == SIZE) == (is_known, is_known), (behind, came / SIZE)
+        said = reads.status()["pull"]
+        assert said["whole_blocks"] == (0 if is_known else said["blocks"]), said
 
 
 def test_delta_off_pulls_all(cluster, models):

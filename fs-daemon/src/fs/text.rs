@@ -200,6 +200,8 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "policy": policy.to_string(),
             "behind": {"versions": behind.versions, "ms": behind.behind.as_millis() as u64},
             "pulls": pulls,
+            "blocks": model.layout.blocks(),
+            "whole_blocks": status.whole_blocks,
             "seconds": seconds(pull),
             "open_interval_seconds": seconds(interval),
             "bubble_seconds": seconds(bubble),

@@ -114,6 +114,7 @@ mod tests {
             buffers: (0, 0),
             versions: Vec::new(),
             pull: None,
+            whole_blocks: 0,
             shards: (1..=3).map(shard).collect(),
         }
     }

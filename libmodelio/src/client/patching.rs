@@ -49,6 +49,11 @@ impl Step {
         self.base
     }
 
+    /// The blocks that came whole.
+    fn whole(&self) -> usize {
+        self.blocks.iter().filter(|changed| matches!(*changed.lock(), Changed::Whole)).count()
+    }
+
     /// The patch that makes these bytes of a block from the version before, if it is shorter than they are.
     pub(super) fn patch(&self, block: BlockId, bytes: &[u8]) -> Option<Vec<u8>> {
         let mut patch = Vec::new();
@@ -167,6 +172,8 @@ pub(super) struct Patches {
     /// The versions that buffers hold which are not shown any more.
     holds: Vec<(RegionKey, Version)>,
     now: Option<Arc<Patching>>,
+    /// The blocks of the last pulled version that came whole. None if all did.
+    whole: Option<usize>,
 }
 
 impl Patches {
@@ -230,12 +237,18 @@ impl Patches {
     pub(super) fn publish(&mut self, version: Version, buffer: RegionKey) -> Option<Version> {
         let is_this = self.now.as_ref().is_some_and(|now| now.back == buffer);
         let pulled = self.now.as_ref().filter(|_| is_this).map(|now| Arc::clone(&now.pulled));
+        self.whole = pulled.as_ref().map(|step| step.whole());
         self.steps.extend(pulled.map(|step| (version, step)));
         while self.steps.len() > KEPT {
             self.steps.pop_first();
         }
         self.forget(buffer);
         self.end()
+    }
+
+    /// The blocks of the last pulled version that came whole. None if all did.
+    pub(super) fn whole(&self) -> Option<usize> {
+        self.whole
     }
 
     /// What has changed after `from` until `to`, if that is kept.

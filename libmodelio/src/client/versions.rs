@@ -348,6 +348,11 @@ impl Versions {
         self.metas.get(&version).cloned().unwrap_or_default()
     }
 
+    /// The blocks of the last pulled version that came whole. None if all did.
+    pub(super) fn pulled_whole(&self) -> Option<usize> {
+        self.patches.whole()
+    }
+
     /// Makes the buffer that was pulled into `version`.
     pub(super) fn publish(&mut self, version: Version) {
         if let Some(buffer) = self.back.take() {

@@ -6,6 +6,7 @@ JSON in its last line. All hosts are of one machine, and have one clock.
   publish    writes the file to a mount, and closes it
   read       waits for a version on another mount, and maps all of it, or reads it
   shown      waits until another mount shows a version; reads it when a file is there
+  pauses     reads the weights of a mount while versions come
   send       the same by hand: compares with a copy, writes sparse safetensors or whole ones, and then a marker
   fetch      waits for that marker over HTTP, and brings its own copy up to date
 """
@@ -14,6 +15,7 @@ import mmap
 import os
 import select
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -132,6 +134,50 @@ def shown(options):
         time.sleep(0.05)
     assert (options.model / "weights").read_bytes() == options.path.read_bytes(), "these are other weights"
     say({"at": end})
+
+
+@task(("model", Path), ("last", int))
+def pauses(options):
+    """Reads a mount's weights without end, and opens them again when a version comes. Says when it first saw each, and
+    what took long, less the time that its own thread waited for a CPU."""
+    number = os.open(options.model / "version", os.O_RDONLY)
+    came = [int(os.pread(number, 32, 0))]
+
+    def hears():
+        changes = select.poll()
+        changes.register(number, select.POLLIN)
+        while came[0] < options.last:
+            changes.poll(1000)
+            came[0] = int(os.pread(number, 32, 0))
+
+    sys.setswitchinterval(1e-4)
+    threading.Thread(target=hears, daemon=True).start()
+    waited = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def now():
+        return time.monotonic(), int(os.pread(waited, 64, 0).split()[1]) / 1e9
+
+    def weights():
+        return os.open(options.model / "weights", os.O_RDONLY)
+
+    offset, shown, file, long, flips = 0, came[0], weights(), [], {}
+    size = os.fstat(file).st_size
+    print("waits", flush=True)
+    while shown < options.last:
+        is_new, (begin, before) = came[0] > shown, now()
+        if is_new:
+            old, file = file, weights()
+        os.pread(file, 4096, offset)
+        end, after = now()
+        took = end - begin - (after - before)
+        if took > 0.0002:
+            long.append((begin, took))
+        if is_new:
+            os.close(old)
+            shown = int(os.getxattr(file, "user.gradfs.version"))
+            flips[shown] = end
+        offset = (offset + 997 * 4096) % (size - 4096)
+    say({"flips": flips, "long": long})
 
 
 @task(("path", Path), ("copy", Path), ("to", Path), whole=False)

@@ -97,6 +97,8 @@ pub struct JobStatus {
     pub versions: Vec<Version>,
     /// When versions are pulled. `None` if the only shard is in this process.
     pub pull: Option<(PullPolicy, PullReport)>,
+    /// The blocks of the last pulled version that came whole, and not as what has changed in them.
+    pub whole_blocks: usize,
     /// The model's shards, in the order of their numbers. There is at least one.
     pub shards: Vec<ShardView>,
 }
@@ -151,6 +153,7 @@ impl Job {
             blocks_on_arrival: self.on_arrival.load(Ordering::Relaxed),
             buffers,
             versions: inner.versions.numbers().collect(),
+            whole_blocks: inner.versions.pulled_whole().unwrap_or(self.layout().blocks() as usize),
             pull: (!self.shared.shards.show_their_buffers()).then(|| inner.core.pull_report()),
             shards,
         }

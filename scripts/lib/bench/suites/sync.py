@@ -3,6 +3,8 @@
   delta    by what has changed (control/delta = auto) and whole (off), of weights of bf16; and the same by hand
   fanout   whole weights of 128 MiB on eight hosts whose mounts pull from each other (--via auto), and on one host
   views    one of eight ranks' shares of a model with the shapes of Llama, on a mount that holds nothing else
+  pause    the longest that a reader on another host waits for a read of 4 KiB, or for an open of a new version, while
+           versions come by what has changed. What it waits for a CPU does not count
   record   publishing with records of what has changed (control/changes = 16) and without (0), on one host
 
 delta: two hosts are network namespaces, whose sending the kernel limits. The first has the shard and the trainer's mount,
@@ -32,7 +34,7 @@ from machine import GIB, MIB, own_python, say
 from netns import Cluster, Hosts
 from report import Figure, times, worst
 
-PARTS = ("delta", "views", "fanout", "record")
+PARTS = ("delta", "views", "fanout", "pause", "record")
 QUICK = "64 MiB in place of 1 GiB, and fewer turns: below 45 s once it is built"
 RATE = 1e9
 DEADLINE = 300.0
@@ -148,6 +150,36 @@ def delta(bench, gradfs):
         times("sync_vs_sparse_files", median("random", 2), median("by hand"), 2),
         times("sync_vs_shared_dir", median("random", 2), median("whole by hand"), 8),
     ]  # fmt: skip
+
+
+def pause(bench, gradfs):
+    size, versions = (64 * MIB, 3) if bench.quick else (GIB, 20)
+    with Hosts(["from", "to"]) as hosts:
+        hosts.limit(RATE)
+        weights = Weights(hosts, size)
+        cluster = Cluster(hosts, gradfs)
+        cluster.shard("from")
+        cluster.create("model", "--size", size, "--dtype", "bf16", "--reducer", "assign", "--pull", "eager")
+        mounts = {host: cluster.mount(host) / "model" for host in ("from", "to")}
+        # The first version comes whole, and is not measured.
+        closed, reader = [], None
+        for version in range(1, versions + 2):
+            weights.step("random")
+            wrote = hosts.work("from", "sync.py", "publish", mounts["from"], weights.path).found(DEADLINE)
+            closed.append(wrote["closes"])
+            if version == 1:
+                words = [mounts["to"], 1, weights.path, hosts.scratch]
+                hosts.work("to", "sync.py", "shown", *words).found(DEADLINE)
+                reader = hosts.work("to", "sync.py", "pauses", mounts["to"], versions + 1)
+                reader.wait_for("waits")
+        found = reader.found(DEADLINE)
+    longest = []
+    for version, closes in enumerate(closed[1:], 2):
+        end = found["flips"][str(version)] + 0.1
+        longest.append(max((took for at, took in found["long"] if closes < at + took and at < end), default=0))
+    say(f"longest of each version, in ms: {', '.join(f'{1000 * took:.1f}' for took in longest)}")
+    p99 = statistics.quantiles(longest, n=100, method="inclusive")[-1]
+    return [Figure("reader_pause_ms", 1000 * p99, "ms", 5, "<=", f"{1000 * p99:.1f} ms")]
 
 
 def fanned_out(bench, gradfs, readers):
@@ -326,6 +358,8 @@ def run(bench):
         figures += record(bench, gradfs)
     if "fanout" in bench.only:
         figures += fanout(bench, gradfs)
+    if "pause" in bench.only:
+        figures += pause(bench, gradfs)
     if "delta" in bench.only:
         figures += delta(bench, gradfs)
     if "views" in bench.only:
