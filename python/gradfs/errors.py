@@ -90,7 +90,10 @@ def of(error: OSError, doing: str, model: str, learner: str | None = None, words
     text = error.strerror or "" if isinstance(error, Worded) else ""
     if not text and words and number not in _WITHOUT_WORDS:
         with contextlib.suppress(OSError):
-            text = read(os.path.join(learner or model, "error")).strip()
+            # What is wrong with a view, its model says.
+            views, is_view = os.path.split(os.path.dirname(model))
+            said = os.path.join(views if is_view == "views" else learner or model, "error")
+            text = read(said).strip()
     kind = _KINDS.get(number, GradfsError)
     if number == errno.EBADF and text:
         kind = Closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -87,8 +88,33 @@ class Model(Contributor):
             raise Timeout(f"no version newer than {than} within {timeout} s", errno.ETIMEDOUT)
         return version
 
+    def view(self, name: str, plan: Mapping[str, Any] | None = None) -> Model:
+        """Opens the view of this name, as a model. With a `plan`, it is made first.
+
+        A plan says what the view has, such as `{"style": "hf-llama", "tp": 8, "rank": 3}`. Raises Busy if a view of
+        this name exists, and Refused for a wrong plan, or without a mount.
+        """
+        self._check()
+        if not isinstance(self._place, Files):
+            raise Refused("views are directories of a mount, and this model is open without one")
+        path = self._file(os.path.join("views", name))
+        if plan is not None:
+            with self._explained(f"view {name}"):
+                os.mkdir(path)
+            try:
+                with explained(f"view {name}", self._model):
+                    self._place.write(os.path.join(path, "plan"), json.dumps(plan))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+                raise
+        return open(path)
+
     def publish(
-        self, values: Mapping[str, Any] | Iterable[tuple[str, Any]], meta: Mapping[str, str] | None = None
+        self,
+        values: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        meta: Mapping[str, str] | None = None,
+        part_of: str | None = None,
     ) -> int:
         """Makes whole new weights the next version, and returns the number of the newest version then.
 
@@ -96,9 +122,15 @@ class Model(Contributor):
         memory together. The job takes new weights with the reducer `assign`, or at version 0. `meta` says
         something of the version, such as its training step: texts by name, 4096 bytes in all, which `Weights.meta`
         shows to whoever reads it. Raises Refused if one is no text, or cannot be kept.
+
+        In a view whose plan says which part it is, the tensors are a part of the set `part_of`, such as `"step-120"`.
+        It returns when all parts have come, and are one version. Raises Timeout if one does not come.
         """
         self._check()
         _check_meta(meta or {})
+        if part_of is not None:
+            with explained("set", self._model):
+                self._place.write(self._file("set"), part_of)
         parts: Iterable[Mapping[str, Any]] = (
             [values] if isinstance(values, Mapping) else (dict([one]) for one in values)
         )

@@ -224,8 +224,13 @@ impl World {
                 }
             }
             ClientEvent::Completed { version, block, body } => {
+                let is_patch = matches!(body, Body::Patch(..));
                 let content = self.copies(index, version, body);
                 let whole = !self.chance(self.settings.broken);
+                if is_patch && !whole {
+                    self.patches.broken += 1;
+                    self.on_client(index, |core, _, actions| core.pulls_whole(version, actions));
+                }
                 let client = &mut self.clients[index];
                 client.back[block.index()] = if whole { content } else { Content::replaced(&[GARBAGE]) };
                 self.on_client(index, |core, now, actions| {
@@ -262,17 +267,45 @@ impl World {
 
     /// A message of a shard.
     pub fn client_from_shard(&mut self, index: usize, partition: usize, message: Message, body: Body) {
-        if let Message::BlockAhead { plan, block } = message {
-            return self.gets_block_ahead(index, plan, block, body);
-        }
-        let Message::Block { version, block } = message else {
-            return self
-                .on_client(index, |core, now, actions| core.from_shard(partition, message, now, actions));
+        let (version, block, base) = match message {
+            Message::BlockAhead { plan, block } => {
+                return self.gets_block_ahead(index, plan, (block, None), body);
+            }
+            Message::ChangesAhead { plan, block, base, .. } => {
+                return self.gets_block_ahead(index, plan, (block, Some(base)), body);
+            }
+            Message::Block { version, block } => (version, block, None),
+            Message::Changes { version, block, base, .. } => (version, block, Some(base)),
+            message => {
+                return self.on_client(index, |core, now, actions| {
+                    core.from_shard(partition, message, now, actions);
+                });
+            }
         };
-        match self.clients[index].core.reserve(version, block) {
+        match self.reserves(index, version, (block, base), &body) {
             true => self.begins_to_copy(index, version, block, body),
             false => self.not_copied(index, &body),
         }
+    }
+
+    /// Whether a client wants a block that has come. What has changed since `base` makes it of what the client shows.
+    pub fn reserves(
+        &mut self,
+        index: usize,
+        version: Version,
+        (block, base): (BlockId, Option<Version>),
+        body: &Body,
+    ) -> bool {
+        let client = &mut self.clients[index];
+        if base.is_some() && base != client.core.base_of(version) || !client.core.reserve(version, block) {
+            return false;
+        }
+        if let Body::Patch(before, _) = body {
+            let shown = &client.front[block.index()];
+            assert_eq!(shown, before, "client {index}: block {block} of {version} is patched since {base:?}");
+            self.patches.taken += 1;
+        }
+        true
     }
 
     /// Time has passed, or something has happened: says what is due, sends and asks for what there is.

@@ -1,7 +1,7 @@
 //! Blocks that shards send as they are computed, to clients that follow a plan.
 
 use fixedbitset::FixedBitSet;
-use libmodelio::vocabulary::ids::{BlockId, PlanId};
+use libmodelio::vocabulary::ids::{BlockId, PlanId, Version};
 use libmodelio::wire::Message;
 use ps_backend::partition::core::Ahead;
 
@@ -26,6 +26,8 @@ pub struct Follower {
     client: usize,
     epoch: u64,
     plan: PlanId,
+    /// It takes what has changed since this version.
+    base: Option<Version>,
     sent: FixedBitSet,
     /// There may be a block for it. Otherwise it waits until its shard has news.
     is_awake: bool,
@@ -33,13 +35,19 @@ pub struct Follower {
 
 impl World {
     /// A client asks for the blocks of a plan.
-    pub fn begins_to_be_followed(&mut self, partition: usize, client: usize, plan: PlanId) {
+    pub fn begins_to_be_followed(
+        &mut self,
+        partition: usize,
+        client: usize,
+        plan: PlanId,
+        base: Option<Version>,
+    ) {
         let epoch = self.network.connection(Node::Client(client), Node::Partition(partition)).epoch;
         let shard = &mut self.shards[partition];
         let before = shard.followers.iter().position(|of| of.client == client);
         let before = before.map(|at| shard.followers.swap_remove(at)).filter(|of| of.plan == plan);
         let sent = before.map_or_else(|| FixedBitSet::with_capacity(shard.mine().len()), |of| of.sent);
-        shard.followers.push(Follower { client, epoch, plan, sent, is_awake: true });
+        shard.followers.push(Follower { client, epoch, plan, base, sent, is_awake: true });
     }
 
     /// Something has happened at a shard: sends blocks to those who follow. A slow connection has no room for some.
@@ -51,7 +59,7 @@ impl World {
         for at in 0..self.shards[partition].followers.len() {
             while self.shards[partition].followers[at].is_awake {
                 let shard = &self.shards[partition];
-                let Follower { client, epoch, plan, ref sent, .. } = shard.followers[at];
+                let Follower { client, epoch, plan, base, ref sent, .. } = shard.followers[at];
                 let (ahead, live) = (shard.core.ahead(plan, sent), shard.life == Life::Live);
                 let connection = self.network.connection(Node::Client(client), Node::Partition(partition));
                 let goes = live && connection.epoch == epoch && connection.acceptor_up;
@@ -76,19 +84,29 @@ impl World {
                     }
                 };
                 shard.followers[at].sent.insert(block);
+                let patch = shard.memory.patch(base, block, &content);
                 let block = shard.mine()[block];
-                let message = Message::BlockAhead { plan, block };
-                self.say_to_client(partition, client, message, Body::Content(content));
+                let (message, body) = match patch {
+                    Some((base, body)) => (Message::ChangesAhead { plan, block, base, crc: None }, body),
+                    None => (Message::BlockAhead { plan, block }, Body::Content(content)),
+                };
+                self.say_to_client(partition, client, message, body);
             }
         }
     }
 
-    /// A client gets a block of a plan that it may follow.
-    pub fn gets_block_ahead(&mut self, index: usize, plan: PlanId, block: BlockId, body: Body) {
+    /// A client gets a block of a plan that it may follow, perhaps as what has changed since `base`.
+    pub fn gets_block_ahead(
+        &mut self,
+        index: usize,
+        plan: PlanId,
+        (block, base): (BlockId, Option<Version>),
+        body: Body,
+    ) {
         let core = &mut self.clients[index].core;
         let Some(version) = core.followed(plan) else { return };
         let is_early = core.pulling().is_none();
-        if core.reserve(version, block) {
+        if self.reserves(index, version, (block, base), &body) {
             if is_early {
                 self.ahead.received += 1;
                 let before = self.clients[index].early.filter(|(of, _)| *of == plan);

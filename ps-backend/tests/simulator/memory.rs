@@ -4,10 +4,12 @@
 //! and may go on copying. Whose memory is used again is decided by the very table that decides it in production.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::SystemTime;
 
 use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::wire::Message;
 use ps_backend::partition::store::table::{Left, Table};
 
 use crate::client::ClientEvent;
@@ -35,6 +37,20 @@ pub struct Loans {
     pub late_copies: u64,
 }
 
+/// How often each of these has happened.
+#[derive(Debug, Default)]
+pub struct Patches {
+    /// Blocks that came as what has changed.
+    pub taken: u64,
+    /// Of them, blocks whose patch was broken.
+    pub broken: u64,
+    /// Blocks that came whole to clients that have asked for what has changed.
+    pub whole: u64,
+}
+
+/// The newest versions of which a shard knows what they have changed, whether or not they are in its memory.
+const KNOWN: usize = 4;
+
 /// A block of a version that a client copies.
 #[derive(Clone, Debug)]
 pub struct Lent {
@@ -60,6 +76,8 @@ pub struct Memory {
     free: Vec<Buffer>,
     /// The next version is made here.
     next: Option<Buffer>,
+    /// What has changed in the newest versions, as what they are.
+    known: BTreeMap<Version, Vec<Content>>,
     /// Versions that are kept besides the newest one.
     retain: usize,
     pins: Vec<Pin>,
@@ -68,8 +86,9 @@ pub struct Memory {
 
 impl Memory {
     pub fn new(version: Version, blocks: Vec<Content>, retain: usize) -> Memory {
+        let known = BTreeMap::from([(version, blocks.clone())]);
         let table = Table::new(version, Rc::new(RefCell::new(blocks)), SystemTime::UNIX_EPOCH);
-        Memory { table, free: Vec::new(), next: None, retain, pins: Vec::new(), next_pin: 0 }
+        Memory { known, table, free: Vec::new(), next: None, retain, pins: Vec::new(), next_pin: 0 }
     }
 
     pub fn newest(&self) -> Version {
@@ -105,8 +124,19 @@ impl Memory {
     /// The new version is the newest one.
     pub fn publish(&mut self, version: Version) {
         let next = self.next.take().expect("a plan has begun");
+        self.known.insert(version, next.borrow().clone());
+        while self.known.len() > KNOWN {
+            self.known.pop_first();
+        }
         self.table.insert(version, next, SystemTime::UNIX_EPOCH);
         self.recycle();
+    }
+
+    /// What makes `content` of a block, if it is known what has changed since `base`. Some blocks are shorter whole.
+    pub fn patch(&self, base: Option<Version>, at: usize, content: &Content) -> Option<(Version, Body)> {
+        let base = base.filter(|base| !(base.0 + at as u64).is_multiple_of(3))?;
+        let before = &self.known.get(&base)?[at];
+        Some((base, Body::Patch(before.clone(), content.clone())))
     }
 
     /// Names a block of a version to a client, which it copies.
@@ -147,11 +177,26 @@ impl Memory {
 }
 
 impl World {
-    /// A client asks a partition for blocks of a version, by their places there. They are named where memory is shared.
-    pub fn lends(&mut self, partition: usize, client: usize, version: Version, blocks: &[(usize, BlockId)]) {
+    /// A client asks a partition for blocks of a version, by their places there, or for what has changed in them since
+    /// its `base`. They are named where memory is shared.
+    pub fn lends(
+        &mut self,
+        partition: usize,
+        client: usize,
+        (version, base): (Version, Option<Version>),
+        blocks: &[(usize, BlockId)],
+    ) {
         let epoch = self.network.connection(Node::Client(client), Node::Partition(partition)).epoch;
         for &(at, block) in blocks {
             let memory = &mut self.shards[partition].memory;
+            let content = memory.version(version).map(|memory| memory.borrow()[at].clone());
+            let patch = content.and_then(|content| memory.patch(base, at, &content));
+            if let Some((base, body)) = patch {
+                let message = Message::Changes { version, block, base, crc: None };
+                self.say_to_client(partition, client, message, body);
+                continue;
+            }
+            self.patches.whole += u64::from(base.is_some());
             let body = match self.settings.shared {
                 true => memory.lend(version, at, client, partition, epoch).map(Body::Lent),
                 false => memory.version(version).map(|memory| Body::Content(memory.borrow()[at].clone())),
@@ -175,7 +220,7 @@ impl World {
     /// The blocks that have come, or are being copied.
     pub fn copies(&mut self, index: usize, version: Version, body: Body) -> Content {
         match body {
-            Body::Content(content) => content,
+            Body::Content(content) | Body::Patch(_, content) => content,
             Body::Lent(Lent { memory, at, partition, epoch, pin }) => {
                 self.loans.late_copies += u64::from(self.shards[partition].memory.version(version).is_none());
                 self.copied(index, partition, epoch, pin);

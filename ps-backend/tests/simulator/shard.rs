@@ -755,7 +755,7 @@ impl World {
                     missing.ones().map(|at| self.shards[partition].mine[at].0).map(|b| b..b + 1).collect();
                 self.say_to_client(partition, index, Message::Missing { plan, blocks }, Body::None);
             }
-            Message::Pull { version, blocks, .. } => {
+            Message::Pull { version, blocks, base } => {
                 let shard = &self.shards[partition];
                 let newest = shard.core.version();
                 if shard.memory.version(version).is_none() {
@@ -764,9 +764,9 @@ impl World {
                 }
                 let asked = shard.mine.iter().copied().enumerate();
                 let asked: Vec<_> = asked.filter(|(_, block)| blocks.contains(&block.0)).collect();
-                self.lends(partition, index, version, &asked);
+                self.lends(partition, index, (version, base), &asked);
             }
-            Message::Follow { plan, .. } => self.begins_to_be_followed(partition, index, plan),
+            Message::Follow { plan, base } => self.begins_to_be_followed(partition, index, plan, base),
             other => panic!("a client sends {} to a shard", other.name()),
         }
         self.serves_followers(partition);

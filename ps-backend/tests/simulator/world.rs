@@ -21,7 +21,7 @@ use crate::client::{Client, ClientEvent, Keys};
 use crate::clock::Clock;
 use crate::following::Early;
 use crate::history::{Content, History};
-use crate::memory::{Lent, Loans};
+use crate::memory::{Lent, Loans, Patches};
 use crate::moving::{Course, Life, Moves, Moving};
 use crate::network::Network;
 use crate::programs::Program;
@@ -59,6 +59,8 @@ pub enum Body {
         epoch: u64,
     },
     Content(Content),
+    /// It makes one content from another one.
+    Patch(Content, Content),
     /// It lies in the memory of a shard.
     Lent(Lent),
     /// Where the model is now: on this course.
@@ -127,6 +129,7 @@ pub struct World {
     pub registry: RegistryCore,
     pub moves: Moves,
     pub loans: Loans,
+    pub patches: Patches,
     pub ahead: Early,
     /// Blocks of plans that were not sealed yet.
     pub early: u64,
@@ -197,6 +200,7 @@ impl World {
             registry: RegistryCore::new(),
             moves: Moves::default(),
             loans: Loans::default(),
+            patches: Patches::default(),
             ahead: Early::default(),
             early: 0,
             before_the_seal: 0,
