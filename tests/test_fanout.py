@@ -232,6 +232,16 @@ def test_an_address_for_other_mounts_that_other_hosts_reach_must_be_meant(job, t
     assert via(mount)["listens"].startswith("127.0.0.1:")
 
 
+def test_the_status_shows_the_chain(job):
+    one, _, mounts = job(relays=3)
+    ordered = [via(mount)["listens"] for mount in chain(mounts)]
+    shown = f"versions go shards -> {' -> '.join(ordered)}\n"
+    eventually(lambda: shown in one.run("status").stdout)
+    relays = one.coordinator("m")["relays"]
+    assert [relay["address"] for relay in relays] == ordered
+    assert [relay["via"] for relay in relays] == [None, *ordered[:-1]]
+
+
 def test_metrics_tell_of_relays(job):
     _, writes, mounts = job(relays=0)
     one = writes.cluster

@@ -39,6 +39,24 @@ impl Relay {
         let is_loopback = self.address.parse().is_ok_and(|address: SocketAddr| address.ip().is_loopback());
         self.shunned.is_none() && (!is_loopback || self.host == other.host)
     }
+
+    /// Its place in the chain, in a form that can be compared.
+    fn place(&self) -> (bool, String, String, u64) {
+        (self.shunned.is_some(), self.zone.clone(), self.host.clone(), self.number)
+    }
+}
+
+/// A relay as a status has it.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct RelayPlace {
+    /// Where it listens for others.
+    pub address: String,
+    /// Its zone.
+    pub zone: String,
+    /// The relay that it pulls from. Without one, it pulls from shards.
+    pub via: Option<String>,
+    /// Nobody pulls from it for now, for it has failed.
+    pub shunned: bool,
 }
 
 /// The relays of a job.
@@ -103,8 +121,7 @@ impl Relays {
         }
         let mut chain: Vec<(ClientId, &mut Relay)> =
             self.relays.iter_mut().map(|(client, relay)| (*client, relay)).collect();
-        let place = |of: &Relay| (of.shunned.is_some(), of.zone.clone(), of.host.clone(), of.number);
-        chain.sort_by_cached_key(|(_, relay)| place(relay));
+        chain.sort_by_cached_key(|(_, relay)| relay.place());
         let mut news = Vec::new();
         for at in 0..chain.len() {
             let (before, rest) = chain.split_at_mut(at);
@@ -120,6 +137,19 @@ impl Relays {
             }
         }
         news
+    }
+
+    /// The relays, in the order in which a version goes through them.
+    pub fn chain(&self) -> Vec<RelayPlace> {
+        let mut chain: Vec<&Relay> = self.relays.values().collect();
+        chain.sort_by_cached_key(|relay| relay.place());
+        let of = |relay: &Relay| RelayPlace {
+            address: relay.address.clone(),
+            zone: relay.zone.clone(),
+            via: relay.told.as_ref().and_then(|(before, _)| before.clone()),
+            shunned: relay.shunned.is_some(),
+        };
+        chain.into_iter().map(of).collect()
     }
 }
 

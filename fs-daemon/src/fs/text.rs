@@ -193,7 +193,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         },
         "control": settings_json::all_of(&controls),
     });
-    if let Some((policy, PullReport { pulls, pull, interval, bubble })) = status.pull {
+    if let Some((policy, PullReport { pulls, pull, interval, bubble }, whole)) = status.pull {
         let seconds = |of: Option<Duration>| of.map(|of| (of.as_secs_f64() * 1e6).round() / 1e6);
         let behind = model.job.staleness(model.job.version());
         value["pull"] = json!({
@@ -201,7 +201,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "behind": {"versions": behind.versions, "ms": behind.behind.as_millis() as u64},
             "pulls": pulls,
             "blocks": model.layout.blocks(),
-            "whole_blocks": status.whole_blocks,
+            "whole_blocks": whole,
             "seconds": seconds(pull),
             "open_interval_seconds": seconds(interval),
             "bubble_seconds": seconds(bubble),

@@ -49,7 +49,7 @@ fn add_state(page: &mut Page, model: &Model) {
     }
     let help = "Blocks that were reduced before their commit; 0 on a network.";
     page.counter("gradfs_blocks_reduced_on_arrival_total", help, of_model, status.blocks_on_arrival as f64);
-    if let Some((_, report)) = status.pull {
+    if let Some((_, report, _)) = status.pull {
         let help = "Versions that were pulled from shards.";
         page.counter("gradfs_pulls_total", help, of_model, report.pulls as f64);
         for (metric, help, value) in [

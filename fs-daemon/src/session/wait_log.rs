@@ -114,7 +114,6 @@ mod tests {
             buffers: (0, 0),
             versions: Vec::new(),
             pull: None,
-            whole_blocks: 0,
             shards: (1..=3).map(shard).collect(),
         }
     }

@@ -179,6 +179,7 @@ fn status_of(name: &str, model: &HostedModel) -> Value {
             "contributions": status.contributions,
             "readers": status.readers.iter().map(ReaderState::to_json).collect::<Vec<_>>(),
             "held_by": status.held_by,
+            "relays": status.relays,
             "unreachable": unreachable,
             "late": status.late.map(|(late, waited)| json!({
                 "learners": late.learners,

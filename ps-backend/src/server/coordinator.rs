@@ -28,7 +28,7 @@ use super::redirect::Redirect;
 use crate::coordinator::{AWAY, Action, CoordinatorCore};
 use crate::core::{JobRecord, MemberView, WaitedFor};
 use crate::moving::Progress;
-use crate::relays::Relays;
+use crate::relays::{RelayPlace, Relays};
 use moves::Moves;
 pub(super) use moves::Moving;
 use remote::RemoteShard;
@@ -134,6 +134,8 @@ pub struct CoordinatorStatus {
     pub readers: Vec<ReaderState>,
     /// Those that the next version waits for, by name.
     pub held_by: Vec<String>,
+    /// The mounts that pull versions from each other.
+    pub relays: Vec<RelayPlace>,
     /// The settings.
     pub controls: libmodelio::vocabulary::controls::Controls,
     /// The shards out of reach, for how long, and why.
@@ -291,6 +293,7 @@ impl Coordinator {
             contributions: job.contributions_taken(),
             readers: job.readers(None),
             held_by: job.held_by(),
+            relays: state.relays.chain(),
             controls: job.controls().clone(),
             unreachable: self.gone(now),
             late: job.late(now).map(|(since, late)| (late, now.saturating_sub(since))),

@@ -95,10 +95,9 @@ pub struct JobStatus {
     pub buffers: (usize, usize),
     /// The versions in this process's memory.
     pub versions: Vec<Version>,
-    /// When versions are pulled. `None` if the only shard is in this process.
-    pub pull: Option<(PullPolicy, PullReport)>,
-    /// The blocks of the last pulled version that came whole, and not as what has changed in them.
-    pub whole_blocks: usize,
+    /// When versions are pulled, and the blocks of the last one that came whole, and not as what has changed in them.
+    /// `None` if the only shard is in this process.
+    pub pull: Option<(PullPolicy, PullReport, usize)>,
     /// The model's shards, in the order of their numbers. There is at least one.
     pub shards: Vec<ShardView>,
 }
@@ -153,8 +152,11 @@ impl Job {
             blocks_on_arrival: self.on_arrival.load(Ordering::Relaxed),
             buffers,
             versions: inner.versions.numbers().collect(),
-            whole_blocks: inner.versions.pulled_whole().unwrap_or(self.layout().blocks() as usize),
-            pull: (!self.shared.shards.show_their_buffers()).then(|| inner.core.pull_report()),
+            pull: (!self.shared.shards.show_their_buffers()).then(|| {
+                let (policy, report) = inner.core.pull_report();
+                let whole = inner.versions.pulled_whole().unwrap_or(self.layout().blocks() as usize);
+                (policy, report, whole)
+            }),
             shards,
         }
     }
