@@ -2,11 +2,13 @@
 
 import mmap
 import os
+import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
 from filetools import BLOCK, close, eventually
+from patience import Limit
 from safetensors.numpy import save_file
 
 BF16 = ml_dtypes.bfloat16
@@ -152,3 +154,19 @@ def test_optimizer_steps_on_bf16_are_pulled_by_what_they_change(cluster, models)
     came, patched = (after - then for after, then in zip(pulled(reads), before))
     changed = (read(reads).view("<u2") != values.view("<u2")).mean()
     assert 0 < changed < 0.2 and patched == 3 * SIZE and came < 1.5 * SIZE, (changed, came / SIZE)
+
+
+def test_publishers_on_two_mounts_do_not_wait_for_what_the_shards_lack(cluster, models):
+    file, values = models
+    one = cluster(1)
+    one.create("m", model=file, block_size=BLOCK, reducer="assign", timeout=200)
+    mounts = [one.mount(model="m", transport="tcp") for _ in range(2)]
+    limit = Limit(10)
+    # Each makes a version while the other one's is on its way.
+    threads = [threading.Thread(target=lambda m=mount: [publish(m, values) for _ in range(20)]) for mount in mounts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not limit.over(), limit.taken()
+    assert mounts[0].version() == 40

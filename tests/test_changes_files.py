@@ -3,11 +3,14 @@
 import errno
 import os
 import shutil
+import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import gradfs_binary, ran
 from filetools import BLOCK, close, eventually, fails
+from patience import Limit
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -239,3 +242,62 @@ def test_apply_follows_a_link_and_refuses_directories(patched, gradfs):
     done = gradfs("apply", patch, copy.parent)
     assert done.returncode == 1 and "no regular file" in done.stderr
     assert gradfs("apply", patch, copy.parent / "none").returncode == 1
+
+
+def test_apply_takes_over_what_a_killed_one_has_left(patched):
+    patch, copy, versions, _ = patched
+    # In a container all have the same process number.
+    left = copy.with_name(".copy.gradfs-1")
+    left.write_bytes(b"x" * 10)
+    done = ran(["unshare", "-pf", "--mount-proc", gradfs_binary(), "apply", patch, copy])
+    assert done.returncode == 0, done.stderr
+    assert copy.read_bytes() == versions[3] and not left.exists()
+    left.symlink_to(patch)
+    done = ran(["unshare", "-pf", "--mount-proc", gradfs_binary(), "apply", patch, copy])
+    assert done.returncode == 1 and ".copy.gradfs-1" in done.stderr
+
+
+def test_apply_refuses_a_pipe(patched, gradfs, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: open(tmp_path / "pipe", "wb").close())
+    writer.start()
+    done = gradfs("apply", tmp_path / "pipe", patched[1])
+    writer.join()
+    assert done.returncode == 1 and "no regular file" in done.stderr and "save the patch" in done.stderr
+
+
+def test_many_programs_read_files_of_changes_at_once(start_mount, model):
+    mount = start_mount(model=model, reducer="assign", retain=12, max_versions=20, block_size=BLOCK)
+    for seed in range(12):
+        change(mount, seed, 0.2)
+    held = os.open(changes(mount, 12, 11), os.O_RDONLY)
+    size, wrong = os.fstat(held).st_size, []
+
+    def read(number):
+        try:
+            for turn in range(24):
+                base = (number + turn) % 12
+                with open(changes(mount, 12, base, ("patch", "safetensors")[turn % 2]), "rb") as file:
+                    assert len(file.read()) == os.fstat(file.fileno()).st_size
+        except Exception as error:  # noqa: BLE001
+            wrong.append(error)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    assert os.fstat(held).st_size == size
+    os.close(held)
+
+
+def test_changes_of_versions_in_memory_wait_for_no_shard(cluster, model):
+    one = cluster(1)
+    one.create("m", model=model, block_size=BLOCK, reducer="assign", timeout=200, retain=2)
+    mount = one.mount(model="m", transport="tcp")
+    versions = [mount.weights(), change(mount, 1), change(mount, 2)]
+    with one.shards[0].paused():
+        limit = Limit(20)
+        check_sparse(mount, changes(mount, 2, 1), versions[1], versions[2])
+        assert not limit.over()

@@ -112,6 +112,23 @@ def test_follow_begins_where_it_is_told(model, follow):
         assert ended(later)[0] == f"{model.version()}\n"
 
 
+def test_a_model_that_was_made_anew_is_followed_from_its_first_version(cluster, follow):
+    one = cluster(1)
+    one.create("m", size=2 * BLOCK, block_size=BLOCK, reducer="assign")
+    mount = one.mount()
+    publish(mount, 3)
+    eventually(lambda: mount.seen() == 3)
+    follower = follow(mount.model, "--now")
+    assert follower.stdout.readline() == "3\n"
+    assert one.run("delete", "m").returncode == 0
+    eventually(lambda: not mount.model.exists())
+    one.create("m", size=2 * BLOCK, block_size=BLOCK, reducer="assign")
+    eventually(lambda: mount.model.exists() and mount.seen() == 0)
+    assert follower.stdout.readline() == "0\n"
+    publish(mount)
+    assert follower.stdout.readline() == "1\n"
+
+
 @pytest.mark.also_on_network
 def test_follow_holds_the_version_while_the_command_runs(model, follow, tmp_path):
     """Also where nothing is retained, in all forms."""

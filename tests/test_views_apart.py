@@ -5,7 +5,7 @@ import json
 import os
 
 import pytest
-from conftest import MountFailed
+from conftest import MountFailed, ran
 from filetools import BLOCK, eventually, fails
 from safetensors.numpy import save_file
 from test_views import llama, publish, same, shown, view
@@ -121,3 +121,18 @@ def test_a_mount_that_would_show_what_it_does_not_hold_is_refused(job, options, 
     with pytest.raises(MountFailed) as failed:
         one.mount(models=["m"], **options)
     assert words in str(failed.value)
+
+
+def test_a_shell_hears_that_no_view_was_made(cluster, tmp_path):
+    one = cluster(1)
+    save_file(llama(), tmp_path / "m.safetensors")
+    one.create("m", model=tmp_path / "m.safetensors", block_size=BLOCK, reducer="assign", timeout=2)
+    apart = one.mount(models=["m"], views_only=True)
+    place = apart.model / "views/rank"
+    place.mkdir()
+    with one.shards[0].paused():
+        done = ran(["sh", "-c", f"echo '{json.dumps(RANK)}' > {place}/plan"])
+    assert done.returncode != 0 and done.stderr, done
+    assert os.listdir(place) == ["plan"] and (place / "plan").read_text() == ""
+    done = ran(["sh", "-c", f"echo '{json.dumps(RANK)}' > {place}/plan && cat {place}/version"])
+    assert (done.returncode, done.stdout) == (0, "0\n"), done

@@ -89,7 +89,12 @@ impl Patch {
             error.hint("nothing was changed; copy the patch again from versions/N/changes-since-M.patch")
         };
         let mut from = File::open(path).map_err(|error| no_patch(&error))?;
-        let len = from.metadata().map_err(|error| no_patch(&error))?.len();
+        let about = from.metadata().map_err(|error| no_patch(&error))?;
+        if !about.is_file() {
+            let why = format!("cannot apply {}: it is no regular file", path.display());
+            return Err(Error::new(why).hint("nothing was changed; save the patch to a file first"));
+        }
+        let len = about.len();
         let mut bytes = [0; HEAD];
         from.read_exact(&mut bytes).map_err(|error| match error.kind() {
             io::ErrorKind::UnexpectedEof => no_patch(&"it is no patch of gradfs, or is cut off"),
@@ -190,10 +195,21 @@ struct Beside {
 }
 
 impl Beside {
+    /// A file that a killed process has left, which had the same number, is taken over.
     fn new(target: &Path) -> io::Result<Beside> {
         let name = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let path = target.with_file_name(format!(".{name}.gradfs-{}", std::process::id()));
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+        let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let mut new = OpenOptions::new();
+        new.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+        let file = new.open(&path).map_err(named)?;
+        file.try_lock().map_err(|error| named(error.into()))?;
+        // Whoever had it locked may have given it another name since.
+        let (there, ours) = (fs::symlink_metadata(&path).map_err(named)?, file.metadata()?);
+        if (there.dev(), there.ino()) != (ours.dev(), ours.ino()) {
+            return Err(named(io::ErrorKind::ResourceBusy.into()));
+        }
+        file.set_len(0).map_err(named)?;
         Ok(Beside { path, file })
     }
 }

@@ -33,7 +33,7 @@ const MAX_RETRY_PAUSE: Duration = Duration::from_secs(60);
 pub fn run(args: &FollowArgs) -> Result<ExitCode, Error> {
     let child = Arc::new(Child::default());
     end_by_signals(&child)?;
-    let model = Model::find(&args.path)?;
+    let mut model = Model::find(&args.path)?;
     let hook = Hook::of(args, child)?;
     let mut seen = args.from;
     if seen.is_none() && !args.now {

@@ -127,6 +127,12 @@ impl Fs {
     pub fn add_at(&self, model: Arc<Model>, home: Option<u64>) -> Option<Arc<ModelTree>> {
         let mut trees = self.trees.write();
         let index = u8::try_from(trees.len()).ok()?;
+        if trees.len() >= MAX_MODELS / 4 * 3 {
+            let count = trees.len() + 1;
+            tracing::warn!(
+                "{count} of {MAX_MODELS} models and plans of views have been shown: mount again in time"
+            );
+        }
         let tree = Arc::new(ModelTree::new(model, index, home));
         trees.push(Slot { tree: Some(Arc::clone(&tree)), shown: home.is_none() });
         Some(tree)
@@ -320,7 +326,8 @@ impl Fs {
         let Node::Model(index, File::Publish(number)) = self.node(ino)? else {
             return Err(CallError::new(libc::EPERM, "attributes are set on an open publish alone"));
         };
-        let publication = self.tree(index)?.publications.get(number).ok_or_else(|| {
+        let tree = self.tree(index)?;
+        let publication = tree.publications.get(number).ok_or_else(|| {
             let what = "attributes are set on the file descriptor of an open publish, not by its path";
             CallError::new(libc::EPERM, what)
         })?;
@@ -329,7 +336,9 @@ impl Fs {
             return Ok(());
         }
         let invalid = |_| CallError::new(libc::EINVAL, "attributes are texts in UTF-8");
-        publication.describe([(name, std::str::from_utf8(value).map_err(invalid)?)])
+        let text = std::str::from_utf8(value).map_err(invalid);
+        let described = text.and_then(|text| publication.describe([(name, text)]));
+        described.inspect_err(|error| tree.model.own_refusal.note(error, false))
     }
 
     /// The value of one.

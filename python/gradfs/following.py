@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any, Callable, Union, final, overload
 from . import changes, model
 from .changes import Changes
 from .errors import GradfsError, Refused, Timeout, explained
+from .layout import Layout
 from .model import Model
 from .weights import Weights
 
@@ -48,7 +50,7 @@ class Follower:
         self._model = model.open(path)
         self._apply, self._on_error, self._timeout = apply, on_error, timeout
         self._take = take or (self._changed_or_whole if changes else Model.pull)
-        self._seen = -1 if newer_than is None else newer_than
+        self._seen = _Seen(newer_than)
         self._base: tuple[int, int] | None = None
         self._reader = None if reader is None else _Reader(self._model, reader)
         self._stop = stop or threading.Event()
@@ -84,7 +86,8 @@ class Follower:
 
         A program that calls this between its own steps needs no lock around the weights.
         """
-        if self._model.version <= self._seen:
+        self._seen.begins_anew(self._model)
+        if self._model.version <= self._seen.version:
             return False
         self._next()
         return True
@@ -141,19 +144,14 @@ class Follower:
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
         while not self._stop.is_set():
             left = _SLICE if deadline is None else deadline - time.monotonic()
-            try:
-                self._model.wait(newer_than=self._seen, timeout=max(0.0, min(left, _SLICE)))
+            if self._seen.has_newer(self._model, left, self._timeout):
                 return True
-            except Timeout:
-                if left <= 0:
-                    words = f"no version newer than {self._seen} within {self._timeout} s"
-                    raise Timeout(words, errno.ETIMEDOUT) from None
         return False
 
     def _next(self) -> None:
         taken = self._take(self._model)
         try:
-            self._seen = taken.version
+            self._seen.takes(taken)
             # After an apply that failed, nobody knows what its weights are.
             self._base = None
             try:
@@ -182,6 +180,36 @@ class Follower:
         # Whole weights are right, too, where the next version comes just now.
         found = changes.since(of._place, of.path, of.layout, of.version, base)
         return found if found is not None and found.epoch == epoch else of.pull()
+
+
+class _Seen:
+    """The version that was taken last, of which life of the model."""
+
+    def __init__(self, version: int | None) -> None:
+        self.version = -1 if version is None else version
+        self.epoch: int | None = None
+
+    def takes(self, taken: Any) -> None:
+        self.version, self.epoch = taken.version, getattr(taken, "epoch", None)
+
+    def begins_anew(self, of: Model) -> bool:
+        """Whether the model was made anew, or restored. Then any version of it is a new one."""
+        if self.epoch is None or of._place.epoch(of.path) in (None, self.epoch):
+            return False
+        self.version, self.epoch = -1, None
+        of.layout = Layout.parse(of._place.read(f"{of.path}/layout"))
+        return True
+
+    def has_newer(self, of: Model, left: float, timeout: float | None) -> bool:
+        """Waits for a newer version, for a while. Raises Timeout if no time is `left` of the `timeout`."""
+        try:
+            of.wait(newer_than=self.version, timeout=max(0.0, min(left, _SLICE)))
+        except Timeout:
+            if not self.begins_anew(of) and left <= 0:
+                words = f"no version newer than {self.version} within {timeout} s"
+                raise Timeout(words, errno.ETIMEDOUT) from None
+            return False
+        return True
 
 
 class _Reader:
@@ -259,10 +287,11 @@ def follow(
 
 
 def _each(path: str | os.PathLike[str], newer_than: int | None, timeout: float | None) -> Iterator[Weights]:
-    of = model.open(path)
-    seen = -1 if newer_than is None else newer_than
+    of, seen = model.open(path), _Seen(newer_than)
     while True:
-        of.wait(newer_than=seen, timeout=timeout)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not seen.has_newer(of, deadline - time.monotonic(), timeout):
+            pass
         with of.pull() as weights:
-            seen = weights.version
+            seen.takes(weights)
             yield weights

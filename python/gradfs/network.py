@@ -280,6 +280,10 @@ class Network:
             return version.value, False
         return version.value, True
 
+    def epoch(self, model: str) -> int | None:
+        # A connection belongs to one life of the model.
+        return None
+
     def map(self, path: str, size: int, copies: bool) -> tuple[Version, memoryview]:
         handle, _ = self._of(path)
         opened = _handle()

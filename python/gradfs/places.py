@@ -74,6 +74,9 @@ class Place(Protocol):
     def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
         """Waits for a version newer than this, or than the newest now. Gives the newest, and whether that is newer."""
 
+    def epoch(self, model: str) -> int | None:
+        """The life of the model that is there now. None if there is none, or no other one can come in its place."""
+
     def map(self, path: str, size: int, copies: bool) -> tuple[Version, memoryview]:
         """The version that `weights` shows, and its bytes. They may be changed, for this process alone.
 
@@ -168,6 +171,11 @@ class Files:
                 poll.poll(min(left, _LONGEST_POLL) * 1000 + 1)
         finally:
             os.close(file)
+
+    def epoch(self, model: str) -> int | None:
+        with contextlib.suppress(OSError):
+            return int(os.getxattr(os.path.join(model, "weights"), "user.gradfs.epoch"))
+        return None
 
     def map(self, path: str, size: int, copies: bool) -> tuple[Version, memoryview]:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

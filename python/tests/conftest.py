@@ -95,6 +95,22 @@ def start_without_mount(tmp_path, library, shards):
     return start_shards
 
 
+@pytest.fixture
+def mounted(start_without_mount, tmp_path):
+    """Starts shards with a model, and returns its path on a mount of theirs."""
+    mount = tmp_path / "mount"
+
+    def start(tensors, *options):
+        registry = start_without_mount(tensors, *options).split("/")[2]
+        mount.mkdir()
+        command = [binary(), "mount", "--registry", registry, "--background", "--log-file", tmp_path / "log", mount]
+        subprocess.run(list(map(str, command)), check=True, timeout=HANGS, capture_output=True)
+        return str(mount / "model")
+
+    yield start
+    subprocess.run([binary(), "unmount", "--lazy", str(mount)], check=False, timeout=HANGS, capture_output=True)
+
+
 def _mounted(tmp_path):
     mounts = []
 

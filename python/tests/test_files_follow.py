@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import subprocess
 import threading
 from pathlib import Path
 
 import numpy
 import pytest
+from conftest import HANGS, binary, until
 
 import gradfs
 
@@ -203,3 +205,21 @@ def test_follow_gives_changes_where_the_mount_has_them(start):
     assert kinds == [(0, True), (1, False)]
     for name, array in weights.items():
         assert (here[name] == array).all()
+
+
+def test_a_model_that_was_made_anew_is_followed_from_its_first_version(mounted, tmp_path):
+    model = gradfs.open(mounted({"w": numpy.zeros(3, "f4")}, "--reducer", "assign"))
+    registry, seen = model.status["registry"], []
+    follower = gradfs.Follower(model.path, lambda version, of: seen.append((version, of["w"].numpy().tolist())))
+    for _ in range(2):
+        version = model.publish({"w": numpy.ones(3, "f4")})
+    assert follower.poll() and not follower.poll()
+    source = gradfs.create_from({"w": numpy.full(5, 7, "f4")}, tmp_path / "other.safetensors")
+    layout, at = Path(model.path) / "layout", ["--registry", registry]
+    subprocess.run([binary(), "delete", "model", *at], check=True, timeout=HANGS, capture_output=True)
+    until(lambda: not layout.exists())
+    create = [binary(), "create", "model", "--model", str(source), "--reducer", "assign", *at]
+    subprocess.run(create, check=True, timeout=HANGS, capture_output=True)
+    until(layout.exists)
+    assert follower.poll() and not follower.poll()
+    assert seen == [(version, [1.0] * 3), (0, [7.0] * 5)]

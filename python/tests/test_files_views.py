@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 import threading
 
 import numpy
 import pytest
-from conftest import HANGS, binary
+from conftest import HANGS
 
 import gradfs
 
@@ -38,22 +37,6 @@ def test_a_wrong_plan_leaves_no_view(start):
     with pytest.raises(gradfs.NotMounted):
         model.view("wrong")
     model.view("wrong", {"tensors": [{"from": "w"}]})
-
-
-@pytest.fixture
-def mounted(start_without_mount, tmp_path):
-    """Starts shards with a model, and returns its path on a mount of theirs."""
-    mount = tmp_path / "mount"
-
-    def start(tensors, *options):
-        registry = start_without_mount(tensors, *options).split("/")[2]
-        mount.mkdir()
-        command = [binary(), "mount", "--registry", registry, "--background", "--log-file", tmp_path / "log", mount]
-        subprocess.run(list(map(str, command)), check=True, timeout=HANGS, capture_output=True)
-        return str(mount / "model")
-
-    yield start
-    subprocess.run([binary(), "unmount", "--lazy", str(mount)], check=False, timeout=HANGS, capture_output=True)
 
 
 def test_parts_are_published_as_one_version(mounted):

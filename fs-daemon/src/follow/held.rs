@@ -73,11 +73,11 @@ impl Model {
         number.map_err(|_| ErrorKind::InvalidData.into())
     }
 
-    /// Waits for a version above `seen`, and holds it.
+    /// Waits for a version above `seen`, or for any of a model that was made anew, and holds it.
     ///
     /// # Errors
-    /// The mount has ended, or the version cannot be read.
-    pub fn newer_than(&self, seen: Option<u64>) -> io::Result<Held> {
+    /// The mount or the model has gone, or the version cannot be read.
+    pub fn newer_than(&mut self, mut seen: Option<u64>) -> io::Result<Held> {
         loop {
             let version = self.version()?;
             if seen.is_none_or(|seen| version > seen) {
@@ -91,8 +91,14 @@ impl Model {
             }
             let version = PollFd::new(self.version.as_fd(), PollFlags::POLLIN);
             match poll(&mut [version], PollTimeout::from(MOUNT_CHECK_INTERVAL)) {
-                Ok(0) if fs::metadata(&self.path)?.dev() != self.version.metadata()?.dev() => {
-                    return Err(ErrorKind::NotFound.into());
+                Ok(0) => {
+                    let (now, before) = (fs::metadata(self.path.join("version"))?, self.version.metadata()?);
+                    if now.dev() != before.dev() {
+                        return Err(ErrorKind::NotFound.into());
+                    }
+                    if now.ino() != before.ino() {
+                        (self.version, seen) = (mountpoint::opened(&self.path.join("version"))?, None);
+                    }
                 }
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(error) => return Err(error.into()),

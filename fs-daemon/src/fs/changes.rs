@@ -1,12 +1,13 @@
 //! `versions/<n>/changes-since-<m>.safetensors` and `.patch`: what has changed from one version to another.
 //!
-//! The lookup of a name asks the shards, on a thread of its own. The positions are kept for the open that follows. If
-//! others have taken their room by then, the kernel is sent back to look the name up again.
+//! The lookup of a name asks the shards, on a thread of its own. The positions are kept for the open that follows, and as
+//! long as a file of them is open. If others have taken their room before the open, the kernel is sent back to look the
+//! name up again.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::OsStr;
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use libmodelio::bytes::changes::Changed;
 use libmodelio::client::ChangesError;
@@ -23,11 +24,18 @@ use crate::session::model::Model;
 /// The most pairs of versions whose changes are kept, and the share of the model's bytes that they take at most.
 const MAX_KEPT: usize = 8;
 const SHARE: u64 = 4;
+/// An open follows its lookup within this time. Meanwhile there is this much more room.
+const YOUNG: Duration = Duration::from_secs(1);
+const MORE_ROOM: usize = 2;
+/// How long shards may take to say what has changed between two versions that are in memory.
+const ASKED_FOR: Duration = Duration::from_secs(1);
 
 /// The changes that were looked up last, the newest in front.
 #[derive(Default)]
 pub struct KeptChanges {
-    kept: Mutex<VecDeque<Arc<ModelChanges>>>,
+    kept: Mutex<VecDeque<(Arc<ModelChanges>, Instant)>>,
+    /// Those that files have open, too.
+    used: Mutex<HashMap<(Version, Version), Weak<ModelChanges>>>,
     /// Held by the thread that asks the shards, so that they are asked once at a time.
     asking: Mutex<()>,
 }
@@ -35,9 +43,11 @@ pub struct KeptChanges {
 impl KeptChanges {
     fn get(&self, base: Version, version: Version) -> Option<Arc<ModelChanges>> {
         let mut kept = self.kept.lock();
-        let at = kept.iter().position(|changes| changes.versions() == (base, version))?;
-        let found = kept.remove(at)?;
-        kept.push_front(Arc::clone(&found));
+        let at = kept.iter().position(|(changes, _)| changes.versions() == (base, version));
+        let Some((found, _)) = at.and_then(|at| kept.remove(at)) else {
+            return self.used.lock().get(&(base, version))?.upgrade();
+        };
+        kept.push_front((Arc::clone(&found), Instant::now()));
         Some(found)
     }
 
@@ -68,14 +78,25 @@ impl KeptChanges {
         versions_of(file).and_then(|(base, version)| self.get(base, version)).ok_or_else(stale)
     }
 
-    fn keep(&self, changes: ModelChanges, size: u64) {
+    fn keep(&self, changes: ModelChanges, size: u64, now: Instant) -> Arc<ModelChanges> {
+        let (versions, changes) = (changes.versions(), Arc::new(changes));
         let mut kept = self.kept.lock();
-        kept.retain(|other| other.versions() != changes.versions());
-        kept.push_front(Arc::new(changes));
-        let taken = |kept: &VecDeque<Arc<ModelChanges>>| kept.iter().map(|of| of.taken()).sum::<u64>();
-        while kept.len() > MAX_KEPT || kept.len() > 1 && taken(&kept) > size / SHARE {
+        kept.retain(|(other, _)| other.versions() != versions);
+        kept.push_front((Arc::clone(&changes), now));
+        let taken =
+            |kept: &VecDeque<(Arc<ModelChanges>, _)>| kept.iter().map(|(of, _)| of.taken()).sum::<u64>();
+        while let Some((_, used)) = kept.back() {
+            let more = if now.saturating_duration_since(*used) < YOUNG { MORE_ROOM } else { 1 };
+            let (most, room) = (MAX_KEPT * more, size / SHARE * more as u64);
+            if kept.len() <= most && (kept.len() == 1 || taken(&kept) <= room) {
+                break;
+            }
             kept.pop_back();
         }
+        let mut used = self.used.lock();
+        used.retain(|_, changes| changes.strong_count() > 0);
+        used.insert(versions, Arc::downgrade(&changes));
+        changes
     }
 
     #[cfg(test)]
@@ -149,15 +170,15 @@ impl Fs {
 }
 
 impl WantedChanges {
-    /// Asks the shards what has changed, and keeps it for the lookup.
+    /// Asks the shards what has changed. The lookup finds that as long as the result lives.
     ///
     /// # Errors
     /// ENOENT if that is not known, ETIMEDOUT, EFBIG, EIO. The model's `error` has the reason.
-    pub fn find(&self) -> CallResult<()> {
+    pub fn find(&self) -> CallResult<Arc<ModelChanges>> {
         self.try_find().inspect_err(|error| self.model.own_refusal.explain(error))
     }
 
-    fn try_find(&self) -> CallResult<()> {
+    fn try_find(&self) -> CallResult<Arc<ModelChanges>> {
         let WantedChanges { model, kept, base, version } = self;
         let deadline = Instant::now() + model.timeout();
         let late = || {
@@ -165,13 +186,14 @@ impl WantedChanges {
             CallError::new(libc::ETIMEDOUT, what)
         };
         let _asking = kept.asking.try_lock_until(deadline).ok_or_else(late)?;
-        if kept.get(*base, *version).is_some() {
-            return Ok(());
+        if let Some(known) = kept.get(*base, *version) {
+            return Ok(known);
         }
         let newer = Reader::open(&model.job, *version).ok_or_else(CallError::not_found)?;
         // What is in memory is compared, so that elements count that differ, and no others.
         let older = Reader::open(&model.job, *base);
-        let changed = match model.job.changed_since(*base, *version, deadline) {
+        let soon = if older.is_some() { deadline.min(Instant::now() + ASKED_FOR) } else { deadline };
+        let changed = match model.job.changed_since(*base, *version, soon) {
             Ok(changed) => changed,
             Err(_) if older.is_some() => vec![Changed::Whole; model.layout.blocks() as usize],
             Err(ChangesError::Unknown) => {
@@ -195,8 +217,7 @@ impl WantedChanges {
         let mut metadata = model.metadata.clone();
         metadata.entry("format".into()).or_insert_with(|| "pt".into());
         let changes = collector.finish((*base, *version), &metadata).map_err(too_much)?;
-        kept.keep(changes, model.layout.size());
-        Ok(())
+        Ok(kept.keep(changes, model.layout.size(), Instant::now()))
     }
 }
 
@@ -225,14 +246,15 @@ mod tests {
     #[test]
     fn the_changes_that_were_used_last_are_kept_within_their_share() {
         let layout = ModelLayout::blank(1 << 20, DType::BF16, 64 << 10).unwrap();
-        let kept = KeptChanges::default();
+        let (kept, mut now) = (KeptChanges::default(), Instant::now());
         let changes = |base, changed: &Changed| {
             let mut collector = Collector::new(&layout);
             (0..layout.blocks()).for_each(|block| collector.block(BlockId(block), changed, None).unwrap());
             collector.finish((Version(base), Version(100)), &BTreeMap::new()).unwrap()
         };
         for base in 0..20 {
-            kept.keep(changes(base, &Changed::Nothing), layout.size());
+            now += 2 * YOUNG;
+            kept.keep(changes(base, &Changed::Nothing), layout.size(), now);
             assert!(kept.get(Version(0), Version(100)).is_some(), "it is used again and again");
         }
         assert_eq!(kept.len(), MAX_KEPT);
@@ -241,7 +263,16 @@ mod tests {
         );
         let (old, mut new) = (vec![0; 64 << 10], vec![0; 64 << 10]);
         new.iter_mut().step_by(6).for_each(|byte| *byte = 1);
-        kept.keep(changes(30, &Changed::between(&old, &new, 2)), layout.size());
+        let open = kept.get(Version(13), Version(100)).unwrap();
+        kept.keep(changes(30, &Changed::between(&old, &new, 2)), layout.size(), now + 2 * YOUNG);
         assert_eq!(kept.len(), 1, "it takes more than their share");
+        let again = kept.get(Version(13), Version(100)).unwrap();
+        assert!(Arc::ptr_eq(&open, &again), "whoever has them open keeps them");
+        drop((open, again));
+        assert!(kept.get(Version(13), Version(100)).is_none());
+        (0..20).for_each(|base| {
+            drop(kept.keep(changes(base, &Changed::Nothing), layout.size(), now + 3 * YOUNG))
+        });
+        assert_eq!(kept.len(), MORE_ROOM * MAX_KEPT, "an open may follow each lookup");
     }
 }

@@ -247,7 +247,9 @@ impl Fs {
         };
         let this = Arc::clone(self);
         on_own_thread("gradfs-reads", move || {
-            done(tree.model.begin_reader(&name).and_then(|reader| {
+            let begun = tree.model.begin_reader(&name);
+            let begun = begun.inspect_err(|error| tree.model.own_refusal.note(error, false));
+            done(begun.and_then(|reader| {
                 tree.owns_reader(owner, reader.reader);
                 this.attributes(Node::Model(tree.index, File::Reader(reader.reader)).ino())
             }));

@@ -164,7 +164,8 @@ impl TextFile {
     }
 
     /// Takes a piece of a new value. Whatever ends with a newline must be one, and the coordinator must be there to
-    /// take it: shells show no errors of close. So a setting is asked for: see [`Self::await_settings`].
+    /// take it: shells show no errors of close. So a setting is asked for: see [`Self::await_settings`]. A plan is made a
+    /// view at once, by [`Self::make_written`].
     ///
     /// # Errors
     /// EINVAL for a value that does not fit, or a piece that does not follow the others; ENOMEM if drafts hold as much
@@ -174,13 +175,33 @@ impl TextFile {
         let longest = self.longest();
         let written = draft.write(offset, data, longest, || self.present());
         let outcome = match written.map_err(|why| self.not_taken(why)) {
-            Ok(true) => self.check(&self.unchecked(&draft, data.len())).map(|_| match self.setting_name() {
-                Some(_) => Wrote::Asks,
-                None => Wrote::Taken,
+            Ok(true) => self.check(&self.unchecked(&draft, data.len())).map(|_| {
+                let is_plan = self.view().is_some() && is_whole(draft.whole());
+                if is_plan || self.setting_name().is_some() { Wrote::Asks } else { Wrote::Taken }
             }),
             other => other.map(|_| Wrote::Taken),
         };
         outcome.map_err(|error| self.refuse(&mut draft, error))
+    }
+
+    /// Whether it is the plan of a view.
+    pub fn is_plan(&self) -> bool {
+        self.view().is_some()
+    }
+
+    /// Makes the view of a plan that was written whole.
+    pub fn make_written(&self, done: Done<()>) {
+        let Some(((_, number), draft)) = self.view().zip(self.draft.as_ref()) else {
+            return done(Err(not_writable()));
+        };
+        let plan = draft.lock().whole().to_vec();
+        self.make_view(number, plan, done);
+    }
+
+    /// The plan that was written makes no view. The next end fails, too.
+    pub fn not_made(&self, error: CallError) -> CallError {
+        self.draft.iter().for_each(|draft| draft.lock().refuse(&error));
+        error
     }
 
     /// Calls `done` when this mount knows the settings of the job that were in force by now, or cannot learn of them.
@@ -319,8 +340,7 @@ impl TextFile {
             return tree.model.applied_by(id, text).map(|_| None);
         }
         if let Some((tree, _)) = self.view() {
-            let is_whole = std::str::from_utf8(text).map_or(true, |text| !is_incomplete(text));
-            return if is_whole { read_plan(tree, text).map(|_| None) } else { Ok(None) };
+            return if is_whole(text) { read_plan(tree, text).map(|_| None) } else { Ok(None) };
         }
         if let Some(part) = self.part() {
             return part.read_set(text).map(|_| None);
@@ -472,4 +492,9 @@ fn why(name: &str, error: &ControlError) -> String {
 
 fn path_of(setting: &str) -> String {
     if setting == SETTINGS_JSON { setting.to_owned() } else { format!("control/{setting}") }
+}
+
+/// Whether JSON is more than the beginning of some.
+fn is_whole(text: &[u8]) -> bool {
+    std::str::from_utf8(text).map_or(true, |text| !is_incomplete(text))
 }

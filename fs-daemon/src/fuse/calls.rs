@@ -167,7 +167,9 @@ impl Calls {
     ) {
         let (fs, late) = (Arc::clone(&self.fs), Arc::clone(&self.fs));
         let done = self.waits.guard(tid, done, None, move |found: Attributes| late.forget(found.ino, 1));
-        on_own_thread("gradfs-changes", move || done(wanted.find().and_then(|()| fs.lookup(parent, &name))));
+        on_own_thread("gradfs-changes", move || {
+            done(wanted.find().and_then(|_found| fs.lookup(parent, &name)))
+        });
     }
 
     /// [`Fs::lookup_dropped`] for thread `tid`. A directory of the same name can be made: the learner joins again.
@@ -263,6 +265,12 @@ impl Calls {
             (Ok(Wrote::Asks), OpenFile::Text(text)) => {
                 let (of, len) = (Arc::clone(&open), data.len());
                 let done = self.waits.guard(by.tid, Box::new(done), None, |()| {});
+                if text.is_plan() {
+                    return text.make_written(Box::new(move |made: CallResult<()>| match &of.file {
+                        OpenFile::Text(text) => done(made.map_err(|error| text.not_made(error))),
+                        _ => done(made),
+                    }));
+                }
                 text.await_settings(move |known| match &of.file {
                     OpenFile::Text(text) => done(text.judge(len, known)),
                     _ => done(Ok(())),

@@ -16,7 +16,9 @@ const AGAIN: Duration = Duration::from_millis(20);
 #[derive(Debug, thiserror::Error)]
 pub enum ChangesError {
     /// The shards have no record of it, or none any more.
-    #[error("the shards have no record of it (control/changes says of how many versions they keep it)")]
+    #[error(
+        "the shards have no record of it (they keep it of control/changes versions, as far as a tenth of the bytes of the model goes)"
+    )]
     Unknown,
     /// A shard cannot be asked, or answers with something else.
     #[error(transparent)]

@@ -304,10 +304,12 @@ impl Shared {
         }
     }
 
-    /// The newest version that is shown here, if new weights may go as what they change in it. The shards have it, too.
+    /// The newest version, if it is shown here and new weights may go as what they change in it. The shards have it as
+    /// long as the plan runs, for it is the one that the plan begins with.
     fn hold_base(&self, inner: &mut Inner) -> Option<Base<'_>> {
-        let controls = &inner.core.state().controls;
-        let (version, shown) = inner.versions.newest().filter(|_| controls.delta)?;
+        let state = inner.core.state();
+        let (delta, newest) = (state.controls.delta, state.version);
+        let (version, shown) = inner.versions.newest().filter(|(shown, _)| delta && *shown == newest)?;
         let memory = Arc::clone(shown.buffer.memory());
         inner.versions.pin(version);
         Some(Base { version, memory, home: self })
