@@ -365,3 +365,28 @@ def test_a_view_takes_the_memory_of_two_versions(job):
     eventually(lambda: taken() <= 2 * size)
     place.rmdir()
     eventually(lambda: taken() == 0)
+
+
+def test_views_come_and_go_without_end(job):
+    mount = job()
+    plan = {"tensors": [{"from": "lm_head.weight"}]}
+    expected = (view(mount, "stays", plan) / "weights").read_bytes()
+    held = os.open(mount.model / "views/stays/weights", os.O_RDONLY)
+
+    def comes(name):
+        """The room of those before is free only after a while."""
+        try:
+            view(mount, name, plan)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC, (error, (mount.model / "error").read_text())
+            return False
+        return True
+
+    for number in range(600):
+        name = f"v{number}"
+        eventually(lambda name=name: comes(name))
+        place = mount.model / "views" / name
+        assert (place / "weights").read_bytes() == expected and len(os.listdir(place)) > 5
+        place.rmdir()
+    assert os.pread(held, len(expected), 0) == expected
+    os.close(held)

@@ -22,14 +22,15 @@ mod renaming;
 mod temporary;
 mod tensors_name;
 mod text_file;
+mod trees;
 mod views;
 
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, OnceLock};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use libmodelio::vocabulary::meta::{self, Meta};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 
 use crate::session::error::{CallError, CallResult};
 use crate::session::learner::Learner;
@@ -47,6 +48,7 @@ use model_tree::{Kernel, ModelTree};
 use names::HF_WEIGHTS;
 use node::{File, MAX_MODELS, MapsTo, Node};
 use text::MountStatus;
+use trees::Trees;
 
 /// Tells what `status.json` shows of the mount.
 pub type StatusSource = Box<dyn Fn() -> MountStatus + Send + Sync>;
@@ -68,7 +70,7 @@ pub const TENSORS_LINK: &str = "../../tensors";
 
 /// The filesystem of one mount.
 pub struct Fs {
-    trees: RwLock<Vec<Slot>>,
+    trees: Trees<ModelTree>,
     /// Told when a name is looked up that is no model's: one may have come.
     unknown: Mutex<Option<SyncSender<()>>>,
     /// Whether reads and mappings may bypass the daemon.
@@ -85,15 +87,6 @@ pub struct Fs {
     lender: OnceLock<String>,
 }
 
-/// The place of a model: its index is that of no other as long as the mount lasts, so the kernel never takes an old
-/// inode for one of another model.
-struct Slot {
-    /// None once the model is gone and nobody uses its files.
-    tree: Option<Arc<ModelTree>>,
-    /// Whether its name is in the root.
-    shown: bool,
-}
-
 impl Fs {
     /// A filesystem with these models.
     ///
@@ -102,7 +95,7 @@ impl Fs {
     pub fn new(models: Vec<Arc<Model>>, passthrough: bool, access: Access, status: StatusSource) -> Fs {
         assert!(models.len() <= MAX_MODELS, "{} models", models.len());
         let fs = Fs {
-            trees: RwLock::default(),
+            trees: Trees::default(),
             unknown: Mutex::default(),
             passthrough,
             access,
@@ -125,38 +118,38 @@ impl Fs {
 
     /// The same of a view, in its directory.
     pub fn add_at(&self, model: Arc<Model>, home: Option<u64>) -> Option<Arc<ModelTree>> {
-        let mut trees = self.trees.write();
-        let index = u8::try_from(trees.len()).ok()?;
-        if trees.len() >= MAX_MODELS / 4 * 3 {
-            let count = trees.len() + 1;
-            tracing::warn!(
-                "{count} of {MAX_MODELS} models and plans of views have been shown: mount again in time"
-            );
-        }
-        let tree = Arc::new(ModelTree::new(model, index, home));
-        trees.push(Slot { tree: Some(Arc::clone(&tree)), shown: home.is_none() });
-        Some(tree)
+        self.trees.add(Instant::now(), home.is_none(), |index| ModelTree::new(model, index, home))
     }
 
     /// Whether one more model can be shown.
     pub fn has_room(&self) -> bool {
-        self.trees.read().len() < MAX_MODELS
+        self.trees.has_room(Instant::now())
     }
 
     /// The model is gone: its name leads nowhere from now on. False if that was so before.
     pub fn hide(&self, model: &Model) -> bool {
-        let mut trees = self.trees.write();
-        let of = |slot: &&mut Slot| slot.tree.as_ref().is_some_and(|tree| std::ptr::eq(&*tree.model, model));
-        trees.iter_mut().find(of).is_some_and(|slot| std::mem::take(&mut slot.shown))
+        self.trees.hide(|tree| std::ptr::eq(&*tree.model, model))
     }
 
     /// Takes out the models that are gone and whose files nobody uses. Who reads a version keeps its memory, and no
     /// more.
     pub fn take_unused(&self) -> Vec<Arc<ModelTree>> {
-        let unused =
-            |slot: &Slot| !slot.shown && slot.tree.as_ref().is_some_and(|tree| Arc::strong_count(tree) == 1);
-        let mut trees = self.trees.write();
-        trees.iter_mut().filter(|slot| unused(slot)).filter_map(|slot| slot.tree.take()).collect()
+        self.trees.take_unused(Instant::now())
+    }
+
+    /// The kernel is about to be told of an inode, and will forget it.
+    pub fn tells(&self, ino: u64) {
+        if let Some(Node::Model(index, _)) = Node::from_ino(ino) {
+            self.trees.tells(index);
+        }
+    }
+
+    /// The kernel has forgotten an inode so many times.
+    pub fn is_forgotten(&self, ino: u64, count: u64) {
+        self.forget(ino, count);
+        if let Some(Node::Model(index, _)) = Node::from_ino(ino) {
+            self.trees.is_forgotten(index, count);
+        }
     }
 
     /// Has `wake` told when a name is looked up in the root that is no model's.
@@ -166,13 +159,12 @@ impl Fs {
 
     /// The models, in the order of their indices, those too that are gone and still in use.
     pub fn trees(&self) -> Vec<Arc<ModelTree>> {
-        self.trees.read().iter().filter_map(|slot| slot.tree.clone()).collect()
+        self.trees.all(false)
     }
 
     /// The models whose names are in the root, in the order of their indices.
     pub fn shown(&self) -> Vec<Arc<ModelTree>> {
-        let trees = self.trees.read();
-        trees.iter().filter(|slot| slot.shown).filter_map(|slot| slot.tree.clone()).collect()
+        self.trees.all(true)
     }
 
     /// Whether the name in `parent` that led to this inode leads to it for good.
@@ -203,8 +195,7 @@ impl Fs {
     /// # Errors
     /// ENOENT.
     pub fn tree(&self, index: u8) -> CallResult<Arc<ModelTree>> {
-        let trees = self.trees.read();
-        trees.get(usize::from(index)).and_then(|slot| slot.tree.clone()).ok_or_else(CallError::not_found)
+        self.trees.get(index).ok_or_else(CallError::not_found)
     }
 
     /// The model that an inode is of, and the learner whose file it is: what a line of the log names.
@@ -228,7 +219,7 @@ impl Fs {
         Node::from_ino(ino).ok_or_else(CallError::not_found)
     }
 
-    /// The kernel forgets `count` lookups of an inode.
+    /// `count` lookups of an inode are void: the kernel has forgotten them, or was not told of them.
     pub fn forget(&self, ino: u64, count: u64) {
         if let Some(Node::Model(index, file)) = Node::from_ino(ino)
             && let Some(version) = file.version()

@@ -16,7 +16,7 @@ pub fn run(args: &[OsString]) -> Result<(), Error> {
     let error = Command::new(&python).args(["-m", "gradfs.launch"]).args(args).exec();
     Err(Error::new(format!("cannot start {}", python.display()))
         .caused_by(error)
-        .hint("gradfs launch takes Python with the package: pip install gradfs"))
+        .hint("gradfs launch takes Python with the package: pip install the wheel that scripts/wheel builds"))
 }
 
 /// The interpreter of the environment that this program was installed into. Else the first on PATH.

@@ -131,11 +131,12 @@ def _existing(source: Path) -> Path:
 def _of_module(module: Any) -> Iterator[tuple[str, Any]]:
     if not hasattr(module, "named_parameters"):
         raise TypeError(f"{type(module).__name__} is no torch module, and no mapping of names to arrays")
-    yield from module.named_parameters()
     kept = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if kept.get(name) is buffer:
-            yield name, buffer
+    persistent = [(name, buffer) for name, buffer in module.named_buffers() if kept.get(name) is buffer]
+    for name, tensor in (*module.named_parameters(), *persistent):
+        # What a device has is copied. A tensor without values is refused later.
+        is_here = tensor.device.type in ("cpu", "meta")
+        yield name, tensor if is_here else tensor.detach().cpu()
 
 
 def unique(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -67,15 +67,73 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
     rank, size, local_rank, local_size = used
     try:
         n, of = int(environ[rank]), int(environ[size])
-        if local_size == "SLURM_NTASKS_PER_NODE" and int(environ.get("SLURM_NNODES", "1")) == 1:
-            place = World(n, of, int(environ.get(local_rank, n)), of)
-        else:
-            place = World(n, of, int(environ.get(local_rank, n)), int(environ.get(local_size, of)))
-    except ValueError as error:
+        here = _tasks_here(environ, of) if rank == "SLURM_PROCID" else int(environ.get(local_size, of))
+        place = World(n, of, int(environ.get(local_rank, n)), here)
+    except (ValueError, IndexError) as error:
         raise GradfsError(f"{rank}, {size}, {local_rank} or {local_size} is no number: {error}") from None
     if not 0 <= place.rank < place.size:
         raise GradfsError(f"{rank}={n} is no rank of {size}={of}")
+    if rank == "RANK" and of > 1 and local_size not in environ and not _is_here(environ.get("MASTER_ADDR", "")):
+        raise GradfsError(
+            f"MASTER_ADDR={environ['MASTER_ADDR']} is another host, so {size}={of} does not say how many ranks are on this "
+            f"one: set {local_size} and {local_rank}"
+        )
     return place
+
+
+def _tasks_here(environ: Mapping[str, str], size: int) -> int:
+    """The tasks of a step of Slurm on this node."""
+    if int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))) == 1:
+        return size
+    # As `4(x2),3`: of the first two nodes, and of the third.
+    counts: list[int] = []
+    for run in environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "")).split(","):
+        count, _, times = run.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts[int(environ["SLURM_NODEID"]) if "SLURM_NODEID" in environ else 0]
+
+
+def _is_here(address: str) -> bool:
+    """Whether an address is one of this host. So is none."""
+    if address in ("", "localhost", socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    for one in found:
+        # Only an address of this host can be bound to.
+        with socket.socket(socket.AF_INET6 if ":" in str(one) else socket.AF_INET) as tried:
+            try:
+                tried.bind((str(one), 0))
+                return True
+            except OSError:
+                pass
+    return False
+
+
+def barrier(number: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Waits until all ranks of this host have come to their barrier of this number, before the job begins.
+
+    GradfsError if ranks are on other hosts, and Timeout after ``GRADFS_START_TIMEOUT`` seconds (600).
+    """
+    place = world(environ)
+    if place.size == 1:
+        return
+    if not place.on_one_host:
+        raise GradfsError("before gradfs.torch.remote, a barrier is of the ranks of one host: call remote first")
+    directory, _ = _directory(place, environ)
+    # Ranks that are started again come to other barriers.
+    start = f"{os.getppid()}-{_began(os.getppid())}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    here = directory / f"barrier-{start}-{number}"
+    here.mkdir(exist_ok=True)
+    (here / str(place.rank)).touch()
+    deadline = _deadline(environ)
+    while len(list(here.iterdir())) < place.size:
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(place.size)) - {int(of.name) for of in here.iterdir()})
+            raise Timeout(f"ranks {', '.join(map(str, missing))} have not come to a barrier")
+        time.sleep(LOOK)
 
 
 def binary(environ: Mapping[str, str] = os.environ) -> str:

@@ -79,7 +79,9 @@ class _Ranks:
         self.kill_at: float | None = None
 
     def run(self, save: str | None) -> int:
-        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        # A signal that is ignored from the start, as by nohup, is ignored by all.
+        heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._pass_on) for number in heard}
         try:
             port = os.environ.get("MASTER_PORT") or str(_free_port())
             for rank in range(self.n):

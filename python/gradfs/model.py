@@ -145,7 +145,11 @@ class Model(Contributor):
             self._check_all(written)
             if meta:
                 step._describe(meta)
-        return self.version
+        if part_of is None:
+            return self.version
+        # The view shows it only later than its model.
+        with self._explained("version"):
+            return int(self._place.read(self._file("../../version")))
 
     def _check_all(self, names: Collection[str]) -> None:
         missing = [name for name in self.layout if name not in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -101,6 +102,38 @@ def test_signals_go_on_to_all_ranks(number: int, tmp_path: Path) -> None:
     launcher.send_signal(number)
     assert launcher.wait(HANGS) == (128 + number if number == signal.SIGTERM else 0)
     assert all((tmp_path / f"got{rank}").exists() for rank in range(2))
+
+
+def test_a_signal_that_is_ignored_from_the_start_ends_nobody(tmp_path: Path) -> None:
+    program = _plain(
+        tmp_path / "p.py", "Path(f'waits{rank}').touch()\nwhile not Path('go').exists():\n    time.sleep(0.02)\n"
+    )
+    launcher = subprocess.Popen(
+        ["nohup", sys.executable, "-m", "gradfs.launch", "-n", "2", str(program)], cwd=tmp_path, env=environment()
+    )
+    _until(lambda: all((tmp_path / f"waits{rank}").exists() for rank in range(2)))
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert launcher.poll() is None
+    (tmp_path / "go").touch()
+    assert launcher.wait(HANGS) == 0
+
+
+def test_ranks_meet_at_a_barrier_before_the_job_begins(tmp_path: Path) -> None:
+    program = _plain(
+        tmp_path / "p.py",
+        """
+import gradfs.torch as dist
+dist.init_process_group()
+if rank == 0:
+    time.sleep(0.5)
+    Path('data').touch()
+dist.barrier()
+assert Path('data').exists()
+dist.barrier()
+""",
+    )
+    succeeded(launch(2, program))
 
 
 _TRAINS = """
@@ -209,10 +242,24 @@ def test_ranks_and_hosts_are_read_from_each_launcher() -> None:
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_NNODES": "2",
     }
+    slurm = {**slurm, "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "1"}
     assert job.world(slurm) == job.World(3, 4, 1, 2)
+    # Without --ntasks-per-node, and with nodes that have not the same.
+    del slurm["SLURM_NTASKS_PER_NODE"]
+    assert job.world(slurm) == job.World(3, 4, 1, 2)
+    for node, here in enumerate([2, 2, 1]):
+        slurm.update(SLURM_STEP_TASKS_PER_NODE="2(x2),1", SLURM_NODEID=str(node))
+        assert job.world({**slurm, "SLURM_NTASKS": "5", "SLURM_NNODES": "3"}).local_size == here
     assert job.world({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}) == job.World(1, 2, 1, 2)
     with pytest.raises(GradfsError, match="WORLD_SIZE=2"):
         job.world({"RANK": "2", "WORLD_SIZE": "2"})
+    # Nobody says how many ranks are on this host.
+    ranks = {"RANK": "1", "WORLD_SIZE": "2"}
+    for here in ("localhost", "127.0.0.1", socket.gethostname()):
+        assert job.world({**ranks, "MASTER_ADDR": here}) == job.World(1, 2, 1, 2)
+    with pytest.raises(GradfsError, match="set LOCAL_WORLD_SIZE and LOCAL_RANK"):
+        job.world({**ranks, "MASTER_ADDR": "192.0.2.1"})
+    assert not job.world({**ranks, "MASTER_ADDR": "192.0.2.1", "LOCAL_WORLD_SIZE": "1"}).on_one_host
     with pytest.raises(GradfsError, match="no number"):
         job.world({"RANK": "first", "WORLD_SIZE": "2"})
 

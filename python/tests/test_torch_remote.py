@@ -9,12 +9,14 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch_support import alone, mounts, needs_a_mount, torch
 
-from gradfs import convert
+import gradfs
+from gradfs import convert, first_file
 from gradfs.errors import Closed, GradfsError, Refused
 
 pytestmark = needs_a_mount()
@@ -509,6 +511,7 @@ def test_a_process_that_comes_to_a_running_job_leaves_its_settings(start: Any, m
         assert optimizer.status()["control"]["learning_rate"] == "0.05"
         optimizer.apply_settings()
         assert optimizer.status()["control"]["learning_rate"] == "0.2"
+    with alone() as dist:
         with pytest.raises(GradfsError, match="the job's optimizer is sgd, and this one is adam"):
             dist.remote(torch.optim.Adam(module.parameters()), module)
 
@@ -718,6 +721,50 @@ def test_a_wrapped_module_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) 
         wrapped(_data(0)[0])
     with pytest.raises(GradfsError, match="remote"):
         wrapped(_data(0)[0])
+
+
+def test_wrappers_inside_of_others_train() -> None:
+    inner = _net()
+    with alone() as dist:
+        outer = torch.nn.Sequential(dist.DistributedDataParallel(inner))
+        optimizer = dist.remote(torch.optim.SGD(outer.parameters(), lr=0.1), outer)
+        _backward(outer, 0)
+        optimizer.step()
+        optimizer.close()
+        compiled = torch.compile(dist.DistributedDataParallel(inner), backend="eager")
+        optimizer = dist.remote(torch.optim.SGD(compiled.parameters(), lr=0.1), compiled)
+        assert optimizer.module is inner
+        _backward(compiled, 0)
+        optimizer.step()
+
+
+def test_a_process_trains_one_module_at_a_time() -> None:
+    with alone() as dist:
+        first, second = _net(), _net()
+        optimizer = dist.remote(torch.optim.SGD(first.parameters(), lr=0.1), first)
+        with pytest.raises(GradfsError, match="one module and one optimizer a process"):
+            dist.remote(torch.optim.SGD(second.parameters(), lr=0.1), second)
+        _backward(first, 0)
+        optimizer.step()
+
+
+class _Elsewhere(torch.Tensor):
+    """Says that it is on a device, where its values cannot be had from."""
+
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda:0")
+
+    def cpu(self) -> Any:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_the_first_file_is_made_of_a_module_on_a_device(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("there", torch.arange(3.0).as_subclass(_Elsewhere))
+    file = gradfs.create_from(module, tmp_path / "m.safetensors")
+    found = first_file.views(memoryview(bytearray(file.read_bytes())))
+    assert found["there"].torch().tolist() == [0, 1, 2] and set(found) == {"weight", "bias", "there"}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -36,7 +36,8 @@ pub(super) fn make_view(tree: &ModelTree, number: u32, text: &[u8]) -> CallResul
     let (model, maker) = ViewMaker::start(&tree.model, &name, plan)?;
     let home = Node::Model(tree.index, File::View(number)).ino();
     let shown = tree.views.show.get().and_then(|show| show(model, home)).ok_or_else(|| {
-        let what = format!("{MAX_MODELS} models and plans of views have been shown: mount again");
+        let what =
+            format!("{MAX_MODELS} models and plans of views are in use: remove views that are not needed");
         CallError::new(libc::ENOSPC, what)
     })?;
     let made = |view: &mut View<ModelTree>| {

@@ -66,8 +66,12 @@ impl Filesystem for Binding {
     fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let caller = self.caller("lookup", parent, request);
         if let Some(wanted) = self.fs().wants_changes(parent.0, name) {
+            let fs = Arc::clone(&self.calls.fs);
             let answer = move |outcome: CallResult<Attributes>| match outcome {
-                Ok(a) => reply.entry_with_ttls(&attr_ttl(&a), &Duration::ZERO, &attr(&a), Generation(0)),
+                Ok(a) => {
+                    fs.tells(a.ino);
+                    reply.entry_with_ttls(&attr_ttl(&a), &Duration::ZERO, &attr(&a), Generation(0));
+                }
                 Err(error) => {
                     caller.warn(&error);
                     reply.error(Errno::from_i32(error.errno));
@@ -84,10 +88,12 @@ impl Filesystem for Binding {
         match self.calls.lookup(parent.0, name, request.pid()) {
             Ok(a) => {
                 let name_ttl = self.name_ttl(parent.0, a.ino);
+                self.fs().tells(a.ino);
                 reply.entry_with_ttls(&attr_ttl(&a), &name_ttl, &attr(&a), Generation(0));
             }
             Err(error) => match self.calls.lookup_dropped(parent.0, name, request.pid()) {
                 Some(Ok(a)) => {
+                    self.fs().tells(a.ino);
                     reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0))
                 }
                 Some(Err(error)) => reply.error(Errno::from_i32(caller.refused(&error))),
@@ -97,7 +103,7 @@ impl Filesystem for Binding {
     }
 
     fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
-        self.fs().forget(ino.0, count);
+        self.fs().is_forgotten(ino.0, count);
     }
 
     fn getattr(&self, request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
@@ -147,13 +153,14 @@ impl Filesystem for Binding {
         _umask: u32,
         reply: ReplyEntry,
     ) {
-        let caller = self.caller("mkdir", parent, request);
+        let (caller, fs) = (self.caller("mkdir", parent, request), Arc::clone(&self.calls.fs));
         self.fs().make_dir(
             parent.0,
             name,
             (request.uid(), request.gid()),
             Box::new(move |outcome| {
                 let ttl = Duration::ZERO;
+                outcome.iter().for_each(|a| fs.tells(a.ino));
                 answered!(caller, reply, outcome, a => reply.entry_with_ttls(&ttl, &ttl, &attr(&a), Generation(0)))
             }),
         );
@@ -205,6 +212,7 @@ impl Filesystem for Binding {
         match self.calls.create(parent.0, name, owner, request.pid()) {
             Ok((a, Opened { fh, .. })) => {
                 let (handle, flags) = (FileHandle(fh), FopenFlags::FOPEN_DIRECT_IO);
+                self.fs().tells(a.ino);
                 reply.created(&attr_ttl(&a), &attr(&a), Generation(0), handle, flags);
             }
             Err(error) => {
@@ -345,8 +353,10 @@ impl Filesystem for Binding {
             let Ok(a) = found else { return true };
             let ttl = attr_ttl(&a).min(self.name_ttl(ino.0, a.ino));
             let is_full = reply.add(INodeNo(a.ino), entry.next, name, &ttl, &attr(&a), Generation(0));
-            if is_full && !is_dots {
-                self.fs().forget(a.ino, 1);
+            match (is_full, is_dots) {
+                (true, false) => self.fs().forget(a.ino, 1),
+                (false, false) => self.fs().tells(a.ino),
+                (_, true) => {}
             }
             !is_full
         });

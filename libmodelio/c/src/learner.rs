@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 use crate::handles::{Handle, Open, either, get, open};
 use crate::model::{Model, model};
-use crate::outcome::{Failure, Outcome, bytes, done, store, string, timeout};
+use crate::outcome::{Failure, Outcome, bytes, check_place, done, store, string, timeout};
 use crate::publication::Publication;
 
 /// The longest wait for the answer that a learner has left. Its lease ends for one that has none.
@@ -58,7 +58,10 @@ impl Learner {
                 Err(error) => break Err(error),
             }
         };
-        *self.share.lock() = share;
+        // A refused write has no share, and takes that of no other thread.
+        if share != Share::None {
+            *self.share.lock() = share;
+        }
         self.note(written)
     }
 
@@ -113,7 +116,7 @@ pub unsafe extern "C" fn modelio_join(
     timeout_ms: u32,
     learner: *mut Handle,
 ) -> c_int {
-    let joined = model(handle).and_then(|model| {
+    let joined = check_place(learner).and_then(|()| model(handle)).and_then(|model| {
         let name = match name.is_null() {
             true => free_name(),
             // SAFETY: the caller's promise.

@@ -15,7 +15,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::handles::{Handle, Open, check_process, either, get, open};
 use crate::learner::Learner;
-use crate::outcome::{Failure, Outcome, answer, done, store, string, timeout};
+use crate::outcome::{Failure, Outcome, answer, check_place, done, store, string, timeout};
 
 /// The registry's port where a URL names none.
 const DEFAULT_PORT: u16 = 7070;
@@ -94,7 +94,9 @@ pub unsafe extern "C" fn modelio_connect(
     model: *mut Handle,
 ) -> c_int {
     // SAFETY: the caller's promises, as for all below.
-    let connected = check_process().and_then(|()| unsafe { string(url, "the URL") }).and_then(|url| {
+    let url =
+        check_place(model).and_then(|()| check_process()).and_then(|()| unsafe { string(url, "the URL") });
+    let connected = url.and_then(|url| {
         // SAFETY: as above.
         let options = unsafe { client_options(options) }?;
         let (registry, name) = parsed(url)?;
@@ -197,7 +199,9 @@ pub unsafe extern "C" fn modelio_open_weights(
     timeout_ms: u32,
     weights: *mut Handle,
 ) -> c_int {
-    let opened = either::<Model, Learner>(model_or_learner, "model or learner").and_then(|of| {
+    let of =
+        check_place(weights).and_then(|()| either::<Model, Learner>(model_or_learner, "model or learner"));
+    let opened = of.and_then(|of| {
         let learner = of.as_ref().err();
         let model = of.as_ref().unwrap_or_else(|learner| &learner.model);
         let reader = pull(model, learner.map(|learner| &learner.contributor), timeout(timeout_ms))?;

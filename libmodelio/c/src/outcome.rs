@@ -134,6 +134,11 @@ pub(crate) unsafe fn store<T>(place: *mut T, value: T) {
     }
 }
 
+/// Refuses to open what nobody could close.
+pub(crate) fn check_place<T>(place: *mut T) -> Outcome<()> {
+    if place.is_null() { Err(Failure::invalid("the place for the handle is NULL")) } else { Ok(()) }
+}
+
 /// The bytes of C's memory.
 ///
 /// # Safety

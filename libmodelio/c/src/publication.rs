@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::handles::{Handle, Open, open};
 use crate::model::{Model, model};
-use crate::outcome::{Failure, Outcome, done, store};
+use crate::outcome::{Failure, Outcome, check_place, done, store};
 
 /// How names of attributes begin.
 const USER: &str = "user.";
@@ -74,7 +74,7 @@ impl Publication {
 /// `publication` points to a handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn modelio_publish(handle: Handle, publication: *mut Handle) -> c_int {
-    let begun = model(handle).and_then(|model| {
+    let begun = check_place(publication).and_then(|()| model(handle)).and_then(|model| {
         model.job.may_assign()?;
         let publisher = Publisher::new(Arc::clone(&model.job));
         let publisher = publisher.map_err(|error| Failure::new(Errno::ENOMEM, error.to_string()))?;

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use crate::handles::{Handle, Open, check_process, either, get, open};
 use crate::learner::Learner;
 use crate::model::Weights;
-use crate::outcome::{Failure, Outcome, answer, done, store, timeout};
+use crate::outcome::{Failure, Outcome, answer, check_place, done, store, timeout};
 
 /// What a request does.
 #[repr(C)]
@@ -116,6 +116,7 @@ fn queue(handle: Handle) -> Outcome<Arc<AioQueue>> {
 pub unsafe extern "C" fn modelio_queue(options: *const ModelioQueueOptions, queue: *mut Handle) -> c_int {
     let mut wanted = QueueOptions::default();
     let opened = (|| {
+        check_place(queue)?;
         check_process()?;
         // SAFETY: the caller's promise.
         if let Some(given) = unsafe { options.as_ref() } {

@@ -63,6 +63,9 @@ static void wrong_calls_are_errors_and_change_nothing(const char *url)
 	expect(modelio_set(model, "control/settings.json", "{}", PATIENCE), -ENOENT, "settings.json");
 	expect(modelio_set(model, "settings.json", "{\"learning_rate\": 9, \"momentum\": 2}", PATIENCE), -EINVAL, "momentum");
 	expect(modelio_set(model, "version", "1", PATIENCE), -ENOENT, NULL);
+	expect(modelio_publish(model, NULL), -EINVAL, "the place for the handle is NULL");
+	expect(modelio_join(model, "lost", PATIENCE, NULL), -EINVAL, "the place for the handle is NULL");
+	expect(modelio_open_weights(model, PATIENCE, NULL), -EINVAL, "the place for the handle is NULL");
 	expect(modelio_publish(model, &none), 0, NULL);
 	expect(modelio_commit(none, PATIENCE), -EINVAL, "nothing was written");
 	expect(modelio_close(none), 0, NULL);

@@ -312,6 +312,16 @@ fn each_line(lines: &[u64], len: usize, mut each: impl FnMut(Range<usize>) -> bo
 #[inline(always)]
 fn each_differing(old: &[u8], new: &[u8], shift: u8, mut each: impl FnMut(usize) -> bool) -> bool {
     let width = 8_u32 << shift;
+    if let (1, Ok(old), Ok(new)) = (shift, <&[u8; LINE]>::try_from(old), <&[u8; LINE]>::try_from(new)) {
+        let mut units = differing_pairs(old, new);
+        while units != 0 {
+            if !each(units.trailing_zeros() as usize) {
+                return false;
+            }
+            units &= units - 1;
+        }
+        return true;
+    }
     let mut of_word = |word: usize, mut differs: u64| {
         while differs != 0 {
             let unit = differs.trailing_zeros() / width;
@@ -335,6 +345,13 @@ fn each_differing(old: &[u8], new: &[u8], shift: u8, mut each: impl FnMut(usize)
     }
     let differs = rest.iter().zip(new_rest).rev().fold(0, |all, (old, new)| all << 8 | u64::from(old ^ new));
     of_word(words.len(), differs)
+}
+
+/// A bit for each two bytes of a line: whether they differ.
+#[inline(always)]
+fn differing_pairs(old: &[u8; LINE], new: &[u8; LINE]) -> u32 {
+    let pairs = old.as_chunks::<2>().0.iter().zip(new.as_chunks::<2>().0);
+    pairs.enumerate().fold(0, |units, (at, (old, new))| units | u32::from(old != new) << at)
 }
 
 /// Whether nearly all units of a sample differ.

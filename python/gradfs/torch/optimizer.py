@@ -69,6 +69,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     ) -> None:
         if staging not in ("auto", "copied", "mapped"):
             raise ValueError(f"staging is auto, copied or mapped, and not {staging!r}")
+        process.check_free()
         self._more = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in (settings or {}).items()}
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state, self.optimizer = optimizer.param_groups, optimizer.state, optimizer
@@ -77,7 +78,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._pid = os.getpid()
         self._closed = False
         self._allow_changed = allow_changed_gradients
-        self._sync = parallel.sync_of(self.module)
+        self._sync = parallel.share_sync(self.module)
         if any(_is_begun(state) for state in optimizer.state.values()):
             raise Refused(
                 "this optimizer has made steps, and its state would be lost: "
@@ -95,6 +96,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._leave()
             raise
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has left the job."""
+        return self._closed
 
     def _begin(self, attached: job.Attached, wanted: dict[str, str], staging: str) -> None:
         assert attached.learner is not None

@@ -28,11 +28,27 @@ def sync_of(module: torch.nn.Module) -> Sync:
     return _of_module.setdefault(module, Sync())
 
 
+def share_sync(module: torch.nn.Module) -> Sync:
+    """That of a module, which all wrappers inside it have from now on."""
+    sync = sync_of(module)
+    for inner in module.modules():
+        if isinstance(inner, DistributedDataParallel):
+            inner._sync = sync
+    return sync
+
+
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside a wrapper of gradfs. TypeError for one of torch, which would communicate, too."""
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        raise TypeError("this module is in torch's DistributedDataParallel: take gradfs.torch's")
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    """The module inside wrappers of gradfs and of torch.compile. TypeError for one that would communicate, too."""
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise TypeError("this module is in torch's DistributedDataParallel: take gradfs.torch's")
+        compiled = getattr(module, "_orig_mod", None)
+        if isinstance(compiled, torch.nn.Module):
+            module = compiled
+        elif isinstance(module, DistributedDataParallel):
+            module = module.module
+        else:
+            return module
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -41,7 +57,7 @@ class DistributedDataParallel(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
         super().__init__()
         self.module = module
-        self._sync = sync_of(module)
+        self._sync = sync_of(unwrapped(module))
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         if self.training and torch.is_grad_enabled() and not self._sync.is_remote and process.get_world_size() > 1:

@@ -22,6 +22,7 @@ class _Process:
         self.attached: job.Attached | None = None
         self.optimizer: RemoteOptimizer | None = None
         self.pid = os.getpid()
+        self.barriers = 0
 
 
 _process = _Process()
@@ -92,6 +93,21 @@ def joined(attached: job.Attached, optimizer: RemoteOptimizer) -> None:
 def attached() -> job.Attached | None:
     """The job of this process, if `remote` has been called."""
     return _process.attached
+
+
+def check_free() -> None:
+    """GradfsError if this process has an optimizer in a job already."""
+    if _process.optimizer is not None and _process.pid == os.getpid() and not _process.optimizer.is_closed:
+        raise GradfsError(
+            "this process trains by gradfs.torch.remote already: it is for one module and one optimizer a process, "
+            "until close()"
+        )
+
+
+def next_barrier() -> int:
+    """The number of the next barrier before the job begins."""
+    _process.barriers += 1
+    return _process.barriers
 
 
 def learner() -> Path:

@@ -14,6 +14,7 @@ from typing import Any, Union
 
 import torch
 
+from gradfs import job
 from gradfs.errors import GradfsError, Timeout, explained
 from gradfs.torch import process
 
@@ -45,9 +46,14 @@ def any(flag: _Number) -> bool:
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> None:
-    """Returns when all learners have come to it. Before `remote` it does nothing: that waits for the job anyway."""
+    """Returns when all learners have come to it. Before `remote`, all ranks of this host.
+
+    GradfsError before `remote` if ranks are on several hosts.
+    """
     if process.attached() is not None:
         reduce("sum", [0.0])
+    else:
+        job.barrier(process.next_barrier())
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> None:
