@@ -511,9 +511,8 @@ def test_a_process_that_comes_to_a_running_job_leaves_its_settings(start: Any, m
         assert optimizer.status()["control"]["learning_rate"] == "0.05"
         optimizer.apply_settings()
         assert optimizer.status()["control"]["learning_rate"] == "0.2"
-    with alone() as dist:
-        with pytest.raises(GradfsError, match="the job's optimizer is sgd, and this one is adam"):
-            dist.remote(torch.optim.Adam(module.parameters()), module)
+    with alone() as dist, pytest.raises(GradfsError, match="the job's optimizer is sgd, and this one is adam"):
+        dist.remote(torch.optim.Adam(module.parameters()), module)
 
 
 def test_a_rate_that_somebody_has_written_is_said_before_it_is_replaced() -> None:
