@@ -107,7 +107,7 @@ impl Endpoint {
         at: SocketAddr,
         accept: impl FnMut(&Arc<QueuePair>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send + 'static,
     ) -> Result<SocketAddr, VerbsError> {
-        const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+        const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
         let (answer, answered) = channel();
         self.command(Command::Listen { at, accept: Box::new(accept), answer });
         answered

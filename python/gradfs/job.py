@@ -35,6 +35,8 @@ from gradfs.errors import GradfsError, Timeout
 MODEL = "model"
 #: What rank 0 leaves of its process in the job's directory when it ends, as `RemoteOptimizer.save` has it.
 EXTRA = "extra.pt"
+#: The directory of what belongs to a checkpoint besides weights.
+FILES = "files"
 #: Seconds that a rank waits for the job to be started, where ``GRADFS_START_TIMEOUT`` says nothing else.
 START_TIMEOUT = 600.0
 #: Seconds between two looks at a file that cannot be polled.
@@ -297,7 +299,8 @@ def _start(
         if _runs(model) and not _is_stale(directory, model):
             return
         unmount(model.parent)
-        shutil.rmtree(directory / "left", ignore_errors=True)
+        for old in ("left", FILES):
+            shutil.rmtree(directory / old, ignore_errors=True)
         model.parent.mkdir(exist_ok=True)
         file = directory / f"{MODEL}.safetensors"
         if not resume:
@@ -321,7 +324,12 @@ def _start(
             names = [] if resume else [str(file)]
             named = ["--name", MODEL]
             log = ["--background", "--log-file", str(directory / "gradfs.log")]
-            command("up", *log, *source, *options, *named, *names, str(model.parent))
+            command("up", *log, *_with_files(directory), *source, *options, *named, *names, str(model.parent))
+
+
+def _with_files(directory: Path) -> list[str]:
+    files = directory / FILES
+    return ["--with-files", str(files)] if files.is_dir() else []
 
 
 def _mount(mount: Path, name: str, environ: Mapping[str, str]) -> None:
@@ -332,7 +340,7 @@ def _mount(mount: Path, name: str, environ: Mapping[str, str]) -> None:
         return
     while True:
         try:
-            command("mount", "--background", str(mount), name)
+            command("mount", "--background", *_with_files(mount.parent), str(mount), name)
             return
         except GradfsError:
             if time.monotonic() > deadline:

@@ -722,6 +722,22 @@ def test_a_wrapped_module_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) 
         wrapped(_data(0)[0])
 
 
+class _Config:
+    """What modules of transformers have."""
+
+    def save_pretrained(self, to: Path) -> None:
+        to.mkdir()
+        (to / "config.json").write_text('{"model_type": "tiny"}')
+
+
+def test_hf_has_the_configuration_of_the_module() -> None:
+    module = _net()
+    module.config = _Config()
+    with alone() as dist:
+        optimizer = dist.remote(torch.optim.SGD(module.parameters(), lr=0.1), module)
+        assert sorted(os.listdir(optimizer.files.model / "hf")) == ["config.json", "model.safetensors"]
+
+
 def test_wrappers_inside_of_others_train() -> None:
     inner = _net()
     with alone() as dist:

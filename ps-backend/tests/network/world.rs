@@ -148,7 +148,7 @@ impl World {
     ) -> World {
         let (shards, options) = (each.len(), each[0].clone());
         let io = options.io;
-        let start = |registry, options| Server::start(ServerOptions { registry, ..options }).unwrap();
+        let start = |registry, options| started(ServerOptions { registry, ..options });
         let first = start(None, each.remove(0));
         let at = first.address().to_string();
         let mut servers = vec![first];
@@ -161,7 +161,7 @@ impl World {
     /// One more shard like the others.
     pub fn another(&self) -> Server {
         let registry = Some(self.servers[0].address().to_string());
-        Server::start(ServerOptions { registry, ..self.options.clone() }).unwrap()
+        started(ServerOptions { registry, ..self.options.clone() })
     }
 
     pub fn client(&self) -> Client {
@@ -413,4 +413,16 @@ pub fn read(client: &Job, version: Version) -> (Version, Vec<f32>) {
     let floats = unsafe { view.region.memory().floats(0..client.layout().size() as usize / 4) }.to_vec();
     client.unpin(version, 1);
     (version, floats)
+}
+
+/// A server. A port that is free for TCP may be in use for RDMA: then it takes another one.
+fn started(options: ServerOptions) -> Server {
+    let in_use = |error: &dyn std::fmt::Display| error.to_string().contains("EADDRINUSE");
+    for _ in 0..8 {
+        match Server::start(options.clone()) {
+            Err(error) if in_use(&error) => {}
+            started => return started.unwrap(),
+        }
+    }
+    panic!("no port is free")
 }

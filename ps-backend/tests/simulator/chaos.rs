@@ -167,6 +167,7 @@ impl World {
     fn crash(&mut self, index: usize) {
         let node = Node::Client(index);
         self.clients[index].alive = false;
+        self.relay_ends(index);
         let accepted: Vec<_> =
             self.network.pairs().into_iter().filter(|(opener, _)| *opener == node).collect();
         for (opener, acceptor) in accepted {

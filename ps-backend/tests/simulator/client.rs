@@ -13,11 +13,12 @@ use libmodelio::wire::{Granted, Message};
 use crate::history::{Content, GARBAGE, Uid};
 use crate::moving::Course;
 use crate::programs::{Asked, Program};
+use crate::relaying::{Link, RelayEvent};
 use crate::shard::Sum;
 use crate::world::{Body, Event, Node, Now, World};
 
 /// Blocks that are being sent to a shard, or asked of it, at once.
-const WINDOW: usize = 6;
+pub const WINDOW: usize = 6;
 
 /// Memory that a commit was made from.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +53,8 @@ pub enum ClientEvent {
     Program(usize, u64),
     /// A program's commit is interrupted.
     Interrupt(usize, Token),
+    /// Of the connection to a relay, or of a follower's.
+    Relay(RelayEvent),
 }
 
 pub struct Client {
@@ -72,6 +75,7 @@ pub struct Client {
     front: Vec<Content>,
     back: Vec<Content>,
     pub programs: Vec<Program>,
+    pub link: Link,
     pub tokens: BTreeMap<Token, (usize, Asked, Now)>,
     pub next_token: Token,
 }
@@ -93,6 +97,7 @@ impl Client {
             front: first.clone(),
             back: first,
             programs: Vec::new(),
+            link: Link::default(),
             tokens: BTreeMap::new(),
             next_token: 1,
         }
@@ -101,6 +106,11 @@ impl Client {
     /// The version that it shows.
     pub fn front(&self) -> &[Content] {
         &self.front
+    }
+
+    /// The version that it pulls, as far as that has come.
+    pub fn back(&self) -> &[Content] {
+        &self.back
     }
 
     /// What `node` is to this client: one of its core's partitions, or the coordinator (`Some(None)`). None for what is
@@ -149,7 +159,8 @@ impl World {
                 self.send(Node::Client(index), shard, 0, message, Body::None);
             }
             // Everything is looked through after each event.
-            Action::Wake(_) | Action::Relay | Action::State | Action::Offered(_) | Action::Readers => {}
+            Action::Relay => self.relay_changes(index),
+            Action::Wake(_) | Action::State | Action::Offered(_) | Action::Readers => {}
             Action::Answer(token, result) => {
                 // What the core asks for by itself has no program.
                 if let Some((program, asked, _)) = self.clients[index].tokens.remove(&token) {
@@ -257,6 +268,7 @@ impl World {
             }
             ClientEvent::Program(program, turn) => self.program_goes_on(index, program, turn),
             ClientEvent::Interrupt(program, token) => self.interrupt(index, program, token),
+            ClientEvent::Relay(event) => self.relay_event(index, event),
         }
     }
 
@@ -321,6 +333,7 @@ impl World {
                 "client {index}: {asked:?} ({token}) was due at {deadline:?}, now it is {now:?}"
             );
         }
+        self.relays_and_follows(index);
         for partition in 0..self.clients[index].sending.len() {
             let to = self.shard_of(index, partition);
             let connection = self.network.connection(Node::Client(index), to);

@@ -17,6 +17,7 @@ mod moving;
 mod network;
 mod optimizer;
 mod programs;
+mod relaying;
 mod settings;
 mod shard;
 mod state;
@@ -82,6 +83,9 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("blocks that came as what has changed", |world| world.patches.taken, 1),
     ("of them, broken ones", |world| world.patches.broken, 4),
     ("blocks that came whole though changes were asked for", |world| world.patches.whole, 1),
+    ("blocks that came from other clients", |world| world.relayed.blocks, 1),
+    ("of them, blocks that the relay did not show yet", |world| world.relayed.early, 2),
+    ("relays that failed", |world| world.relayed.failed, 8),
     ("versions that were not pulled", |world| world.history.shown_own(), 4),
     ("grants that name a plan which counts", |world| world.history.told_counted, 1),
     ("strangers", |world| world.strangers, 1),

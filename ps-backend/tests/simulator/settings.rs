@@ -69,6 +69,8 @@ pub struct Settings {
     pub operators: bool,
     /// Programs that change settings read, too, and versions wait for them.
     pub readers: bool,
+    /// Clients pull versions from each other.
+    pub relays: bool,
     /// The changed settings.
     pub changes: Vec<(&'static str, &'static str)>,
     /// How long things go wrong, and how often.
@@ -237,6 +239,7 @@ impl Settings {
             silence: millis(one_of(rng, &[50, 300, 3000])),
             operators: rng.bool(),
             readers,
+            relays: false,
             changes,
             chaos: millis(rng.u64(3000..15_000)),
             faults: [0, 3, 8, 20][rough as usize],
@@ -251,6 +254,8 @@ impl Settings {
             provisional: rng.u8(0..4) > 0,
             slow: one_of(rng, &[0.5, 0.9]),
         };
+        // Where memory is shared, it is copied from where it lies.
+        settings.relays = !settings.shared && of_pulls.u8(0..3) > 0;
         // A small model has no tensor for some rules.
         if settings.groups(&settings.controls).is_err() {
             settings.controls = settings.controls.with("tensors", "").expect("a setting");

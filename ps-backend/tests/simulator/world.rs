@@ -15,6 +15,7 @@ use libmodelio::wire::{Message, ModelRecord};
 use ps_backend::coordinator::{self, CoordinatorCore};
 use ps_backend::core::MemberView;
 use ps_backend::registry::RegistryCore;
+use ps_backend::relays::Relays;
 
 use crate::chaos::Fault;
 use crate::client::{Client, ClientEvent, Keys};
@@ -25,6 +26,7 @@ use crate::memory::{Lent, Loans, Patches};
 use crate::moving::{Course, Life, Moves, Moving};
 use crate::network::Network;
 use crate::programs::Program;
+use crate::relaying::Relayed;
 use crate::settings::Settings;
 use crate::shard::{Shard, ShardEvent, Sum};
 
@@ -130,6 +132,9 @@ pub struct World {
     pub moves: Moves,
     pub loans: Loans,
     pub patches: Patches,
+    /// The relays that the coordinator knows of.
+    pub relays: Relays,
+    pub relayed: Relayed,
     pub ahead: Early,
     /// Blocks of plans that were not sealed yet.
     pub early: u64,
@@ -201,6 +206,8 @@ impl World {
             moves: Moves::default(),
             loans: Loans::default(),
             patches: Patches::default(),
+            relays: Relays::default(),
+            relayed: Relayed::default(),
             ahead: Early::default(),
             early: 0,
             before_the_seal: 0,
@@ -253,7 +260,10 @@ impl World {
         let id = ClientId(1000 + self.rng.u64(0..1 << 40) * 64 + index as u64);
         // Its knowledge of the model's place may be out of date.
         let course = if self.chance(0.3) { self.rng.usize(0..self.courses.len()) } else { self.current() };
-        let mut core = ClientCore::new(&self.courses[course].map).apart(id);
+        let core = ClientCore::new(&self.courses[course].map).apart(id);
+        let host = format!("h{}", index % 2);
+        let offer = Message::Relay { address: index.to_string(), zone: String::new(), host };
+        let mut core = core.by_relays(self.settings.relays.then_some(offer), None);
         let shown = self.some_time(1_000_000_000);
         self.starts_clock(Node::Client(index), shown);
         core.shown(Version(0), self.clock(Node::Client(index)), &mut Vec::new());
@@ -421,6 +431,7 @@ impl World {
                 self.clients[index].core.next_deadline()
             }
             node if node == self.coordinator_node() && self.is_coordinated() => {
+                self.tells_relays();
                 Some(self.coordinator.next_deadline())
             }
             Node::Coordinator(_) | Node::Partition(_) => None,
@@ -490,6 +501,9 @@ impl World {
                     Message::AckThrough { .. } => self.network.connection(from, to).numbered = epoch,
                     _ if request > 0 && connection.numbered != connection.epoch => return,
                     _ => {}
+                }
+                if self.relays_hear(index, &message) {
+                    return;
                 }
                 let id = self.clients[index].id;
                 if matches!(message, Message::Join { .. }) {

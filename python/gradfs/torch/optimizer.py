@@ -88,7 +88,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._scales = told.scales_of(optimizer)
         self._names = self._tensors()
         wanted = self._wanted()
-        attached = job.attach(lambda to: create_from(self.module, to), wanted, os.fspath(resume) if resume else None)
+        attached = job.attach(self._first_file, wanted, os.fspath(resume) if resume else None)
         self.attached = attached
         self._join(attached)
         try:
@@ -134,6 +134,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         os.register_at_fork(after_in_child=lambda: _forget(me))
         self._sync.is_remote = True
         process.joined(attached, self)
+
+    def _first_file(self, to: Path) -> None:
+        create_from(self.module, to)
+        # With the configuration of a module of transformers, `hf/` is a checkpoint.
+        config = getattr(self.module, "config", None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(to.parent / job.FILES)
 
     # What the job is told
 
