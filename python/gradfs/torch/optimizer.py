@@ -138,7 +138,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def _first_file(self, to: Path) -> None:
         create_from(self.module, to)
         # With the configuration of a module of transformers, `hf/` is a checkpoint.
-        config = getattr(self.module, "config", None)
+        config: Any = getattr(self.module, "config", None)
         if hasattr(config, "save_pretrained"):
             config.save_pretrained(to.parent / job.FILES)
 
