@@ -40,7 +40,7 @@ impl Relay {
         self.shunned.is_none() && (!is_loopback || self.host == other.host)
     }
 
-    /// Its place in the chain, in a form that can be compared.
+    /// The relay's place in the chain, in a form that can be compared.
     fn place(&self) -> (bool, String, String, u64) {
         (self.shunned.is_some(), self.zone.clone(), self.host.clone(), self.number)
     }
@@ -51,11 +51,11 @@ impl Relay {
 pub struct RelayPlace {
     /// Where it listens for others.
     pub address: String,
-    /// Its zone.
+    /// The zone that its mount was given.
     pub zone: String,
     /// The relay that it pulls from. Without one, it pulls from shards.
     pub via: Option<String>,
-    /// Nobody pulls from it for now, for it has failed.
+    /// The relay has failed, and nobody pulls from it for a while.
     pub shunned: bool,
 }
 

@@ -90,10 +90,7 @@ def of(error: OSError, doing: str, model: str, learner: str | None = None, words
     text = error.strerror or "" if isinstance(error, Worded) else ""
     if not text and words and number not in _WITHOUT_WORDS:
         with contextlib.suppress(OSError):
-            # What is wrong with a view, its model says.
-            views, is_view = os.path.split(os.path.dirname(model))
-            said = os.path.join(views if is_view == "views" else learner or model, "error")
-            text = read(said).strip()
+            text = read(os.path.join(_speaker(learner or model), "error")).strip()
     kind = _KINDS.get(number, GradfsError)
     if number == errno.EBADF and text:
         kind = Closed
@@ -103,6 +100,13 @@ def of(error: OSError, doing: str, model: str, learner: str | None = None, words
         if not text:
             text = "the learner is no longer in the job" if kind is Left else f"no model answers at {model}"
     return kind(f"{doing}: {text or error.strerror or error}", error.errno)
+
+
+def _speaker(directory: str) -> str:
+    """The directory whose `error` tells of this one. A view has none: its model tells."""
+    model, views = os.path.split(os.path.dirname(directory))
+    is_view = views == "views" and os.path.isdir(os.path.join(model, "control"))
+    return model if is_view else directory
 
 
 def named(words: str, number: int) -> GradfsError:

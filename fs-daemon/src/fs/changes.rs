@@ -34,7 +34,7 @@ const ASKED_FOR: Duration = Duration::from_secs(1);
 #[derive(Default)]
 pub struct KeptChanges {
     kept: Mutex<VecDeque<(Arc<ModelChanges>, Instant)>>,
-    /// Those that files have open, too.
+    /// All changes that are kept or that an open file has. A file that is open needs no room above.
     used: Mutex<HashMap<(Version, Version), Weak<ModelChanges>>>,
     /// Held by the thread that asks the shards, so that they are asked once at a time.
     asking: Mutex<()>,

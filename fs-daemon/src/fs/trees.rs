@@ -59,7 +59,7 @@ impl<T> Trees<T> {
         slots.len() < MAX_MODELS || slots.iter().any(|slot| slot.is_free(now))
     }
 
-    /// Its name leads nowhere from now on. False if that was so before.
+    /// The model's name leads nowhere from now on. False if that was so before.
     pub(super) fn hide(&self, is_it: impl Fn(&T) -> bool) -> bool {
         let mut slots = self.0.write();
         let of = |slot: &&mut Slot<T>| slot.tree.as_ref().is_some_and(|tree| is_it(tree));

@@ -75,7 +75,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("reads of what was lent no more", |world| world.loans.late_reads, 50),
     ("of them, reads of what had changed", |world| world.loans.changed, 64),
     ("lost pins", |world| world.loans.lost_pins, 2),
-    ("copies of versions that were over", |world| world.loans.late_copies, 64),
+    ("copies of versions that were over", |world| world.loans.late_copies, 48),
     ("blocks that were received before their version counted", |world| world.ahead.received, 1),
     ("of them, blocks of plans that made no version", |world| world.ahead.void, 4),
     ("blocks of new weights that were sent while others were written", |world| world.ahead.weights, 4),

@@ -76,7 +76,7 @@ pub struct Memory {
     free: Vec<Buffer>,
     /// The next version is made here.
     next: Option<Buffer>,
-    /// What has changed in the newest versions, as what they are.
+    /// The contents of the newest versions, which say what has changed between them.
     known: BTreeMap<Version, Vec<Content>>,
     /// Versions that are kept besides the newest one.
     retain: usize,
@@ -132,7 +132,8 @@ impl Memory {
         self.recycle();
     }
 
-    /// What makes `content` of a block, if it is known what has changed since `base`. Some blocks are shorter whole.
+    /// The patch that makes `content` of a block, if the shard knows what has changed since `base`. Some blocks are
+    /// shorter whole.
     pub fn patch(&self, base: Option<Version>, at: usize, content: &Content) -> Option<(Version, Body)> {
         let base = base.filter(|base| !(base.0 + at as u64).is_multiple_of(3))?;
         let before = &self.known.get(&base)?[at];
@@ -191,7 +192,7 @@ impl World {
             let memory = &mut self.shards[partition].memory;
             let content = memory.version(version).map(|memory| memory.borrow()[at].clone());
             // Most blocks are to be pinned where memory is shared.
-            let patches = !self.settings.shared || (version.0 + at as u64).is_multiple_of(3);
+            let patches = !self.settings.shared || (version.0 + at as u64).is_multiple_of(4);
             let patch = content.filter(|_| patches).and_then(|content| memory.patch(base, at, &content));
             if let Some((base, body)) = patch {
                 let message = Message::Changes { version, block, base, crc: None };

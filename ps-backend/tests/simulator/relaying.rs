@@ -20,7 +20,7 @@ pub struct Relayed {
     pub failed: u64,
 }
 
-/// What a relay has been asked for, and has not sent.
+/// A follower's request, as far as its relay has not sent the blocks.
 #[derive(Clone, Debug)]
 pub struct Asked {
     follower: usize,
@@ -35,7 +35,7 @@ pub struct Link {
     /// Counts the connections. What comes over an earlier one is void.
     number: u64,
     relay: Option<usize>,
-    /// What followers of this client wait for.
+    /// The requests of followers of this client.
     asked: Vec<Asked>,
 }
 

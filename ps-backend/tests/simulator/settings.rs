@@ -255,7 +255,7 @@ impl Settings {
             slow: one_of(rng, &[0.5, 0.9]),
         };
         // Where memory is shared, it is copied from where it lies.
-        settings.relays = !settings.shared && of_pulls.u8(0..3) > 0;
+        settings.relays = !settings.shared && of_pulls.u8(0..3) == 0;
         // A small model has no tensor for some rules.
         if settings.groups(&settings.controls).is_err() {
             settings.controls = settings.controls.with("tensors", "").expect("a setting");

@@ -22,7 +22,7 @@ pub fn tell(text: &mut String, indent: &str, job: &Value) {
             let _ = write!(line, " ({zone})");
         }
         if relay["shunned"] == json!(true) {
-            line.push_str(" (has failed, nobody pulls from it for now)");
+            line.push_str(" (has failed, and serves nobody for a while)");
         }
     }
     let _ = writeln!(text, "{indent}{line}");
@@ -44,7 +44,7 @@ mod tests {
         tell(&mut text, "  ", &json!({ "relays": relays }));
         assert_eq!(
             text,
-            "  versions go shards -> a:1 (east) -> b:1; shards -> c:1 (has failed, nobody pulls from it for now)\n"
+            "  versions go shards -> a:1 (east) -> b:1; shards -> c:1 (has failed, and serves nobody for a while)\n"
         );
         text.clear();
         tell(&mut text, "", &json!({ "relays": null }));

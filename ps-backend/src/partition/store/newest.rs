@@ -103,7 +103,7 @@ impl Newest {
         (0..self.layout.blocks()).try_for_each(|block| unsafe { self.filled(BlockId(block)) })
     }
 
-    /// What the masters of a block would be, if there were some. Elements without a master have zeros.
+    /// Makes the masters that a block would have, from its weights. Elements without a master have zeros.
     fn widened(&self, block: BlockId) -> Vec<u8> {
         let all = block_span(&self.layout, block);
         let mut wide = vec![0.0; all.len()];

@@ -64,6 +64,16 @@ def sent(hosts, host="from"):
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
+def two_hosts(hosts, gradfs, size, *options):
+    """The trainer's weights, and the mounts of a model of their size, whose shard is on the trainer's host."""
+    hosts.limit(RATE)
+    weights = Weights(hosts, size)
+    cluster = Cluster(hosts, gradfs)
+    cluster.shard("from")
+    cluster.create("model", "--size", size, "--dtype", "bf16", "--reducer", "assign", *options)
+    return weights, {host: cluster.mount(host) / "model" for host in ("from", "to")}
+
+
 def by_gradfs(hosts, mounts, weights, version, copies):
     words = [mounts["to"], version, weights.path, *(["--copies"] if copies else [])]
     reader = hosts.work("to", "sync.py", "read", *words)
@@ -92,12 +102,7 @@ def by_hand(hosts, weights, served, whole):
 def delta(bench, gradfs):
     size, turns = (64 * MIB, 1) if bench.quick else (GIB, 5)
     with Hosts(["from", "to"]) as hosts:
-        hosts.limit(RATE)
-        weights = Weights(hosts, size)
-        cluster = Cluster(hosts, gradfs)
-        cluster.shard("from")
-        cluster.create("model", "--size", size, "--dtype", "bf16", "--reducer", "assign")
-        mounts = {host: cluster.mount(host) / "model" for host in ("from", "to")}
+        weights, mounts = two_hosts(hosts, gradfs, size)
         served = hosts.scratch / "served"
         served.mkdir()
         serve = [own_python(), "-m", "http.server", PORT, "--directory", served]
@@ -155,12 +160,7 @@ def delta(bench, gradfs):
 def pause(bench, gradfs):
     size, versions = (64 * MIB, 3) if bench.quick else (GIB, 20)
     with Hosts(["from", "to"]) as hosts:
-        hosts.limit(RATE)
-        weights = Weights(hosts, size)
-        cluster = Cluster(hosts, gradfs)
-        cluster.shard("from")
-        cluster.create("model", "--size", size, "--dtype", "bf16", "--reducer", "assign", "--pull", "eager")
-        mounts = {host: cluster.mount(host) / "model" for host in ("from", "to")}
+        weights, mounts = two_hosts(hosts, gradfs, size, "--pull", "eager")
         # The first version comes whole, and is not measured.
         closed, reader = [], None
         for version in range(1, versions + 2):
