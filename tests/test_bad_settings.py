@@ -45,6 +45,7 @@ def test_bad_values_of_settings_are_refused(start_mount):
                     with raises(errno.EINVAL), opened(mount.model / "control" / name, flags) as fd:
                         os.write(fd, value)
                 assert (mount.model / "control" / name).read_bytes() == old, (name, value)
+            assert f"control/{name}" in (mount.model / "error").read_text()
         said(mount, "control/learning_rate", '"fast"', "number")
         said(mount, "control/min_learners", "above learners")
         said(mount, "control/learners", '"4097"', "from 1 to 4096")

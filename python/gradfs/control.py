@@ -37,7 +37,7 @@ class Control(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         text = _text(value)
-        with explained(f"control/{name} = {text!r} (the log of the mount says why)", self._model, words=False):
+        with explained(f"control/{name} = {text!r}", self._model):
             try:
                 self._place.write(self._path(name), f"{text}\n" if text or name not in _LISTS else "")
             except OSError as error:

@@ -159,8 +159,8 @@ class Model(Contributor):
     def memfd(self, version: int | None = None) -> Memory:
         """Borrows the memory of a version that is here, or of the newest: a descriptor that no daemon stands behind.
 
-        Without a mount it is always the newest. It waits for no step. `with model.memfd() as memory:` gives it back. Raises GradfsError with ENOENT if the
-        version is gone, and with ENOMEM if programs hold as many versions as they may.
+        It waits for no step. `with model.memfd() as memory:` gives it back. Raises GradfsError with ENOENT if the version
+        is gone, and with ENOMEM if programs hold as many versions as they may.
         """
         self._check()
         return Memory(self._place, self._model, version)

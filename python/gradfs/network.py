@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .errors import NotMounted, Worded
+from .errors import NotMounted, Worded, named
 from .places import COUNTS, Loan, Sink, Version, mapped
 
 _LIBRARY = "libmodelio.so.0"
@@ -33,6 +33,7 @@ _CALLS: dict[str, list[Any]] = {
     "set": [_handle, _text, _text, _ms],
     "wait_version": [_handle, ctypes.c_uint64, _ms, ctypes.POINTER(ctypes.c_uint64)],
     "open_weights": [_handle, _ms, ctypes.POINTER(_handle)],
+    "open_version": [_handle, ctypes.c_uint64, ctypes.POINTER(_handle)],
     "weights": [_handle, ctypes.c_void_p],
     "memfd": [_handle, ctypes.c_int],
     "join": [_handle, _text, _ms, ctypes.POINTER(_handle)],
@@ -312,17 +313,18 @@ class Network:
         raise FileNotFoundError(errno.ENOENT, "without a mount, versions come whole", model)
 
     def lend(self, model: str, version: int | None) -> Loan:
-        weights = _opened("open_weights", self._model, int(_PROMPT * 1000))
         try:
-            loan = _Loan(weights)
+            if version is None:
+                weights = _opened("open_weights", self._model, int(_PROMPT * 1000))
+            else:
+                weights = _opened("open_version", self._model, version)
+        except Worded as error:
+            raise named(f"memfd: {error.strerror}", error.errno or 0) from None
+        try:
+            return _Loan(weights)
         except BaseException:
             _call("close", weights)
             raise
-        if version is not None and version != loan.version:
-            os.close(loan.file)
-            loan.end(True)
-            raise Worded(errno.ENOENT, f"version {version} is not here: without a mount it is always the newest")
-        return loan
 
     def sink(self, path: str) -> Sink:
         handle, name = self._of(path)

@@ -68,6 +68,20 @@ def test_memfd_lends_the_memory_of_a_version(model):
     memory.close()
 
 
+def test_memfd_of_an_older_version_while_it_is_kept(model):
+    model.control["retain"] = 1
+    steps(model, 4)
+    with model.memfd(3) as memory:
+        assert memory.version == 3 and (values(memory) == W - 3).all()
+        steps(model, 3)
+        # One that is held is kept.
+        with model.memfd(3) as again:
+            assert again.version == 3 and (values(again) == W - 3).all()
+    with pytest.raises(gradfs.GradfsError, match="version 4 is not here") as refused:
+        until(lambda: model.memfd(4).close())
+    assert refused.value.errno == errno.ENOENT and not isinstance(refused.value, gradfs.NotMounted)
+
+
 def test_memory_that_is_closed_is_used_again(model):
     steps(model, 2)
     with model.memfd() as memory:

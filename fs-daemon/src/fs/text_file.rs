@@ -302,7 +302,10 @@ impl TextFile {
     fn set(&self, value: &[u8], done: Done<()>) {
         let (tree, name, value) = match self.setting(value) {
             Ok(parts) => parts,
-            Err(error) => return done(Err(error)),
+            Err(error) => {
+                self.note(&error);
+                return done(Err(error));
+            }
         };
         let (of_done, written) = (tree.model.name.clone(), value.trim().to_owned());
         let refusal = Arc::clone(&tree.model.own_refusal);
@@ -312,16 +315,11 @@ impl TextFile {
                 done(Ok(()));
             }
             Err(error) => {
-                let (error, is_noted) = match error {
-                    SetError::Refused(error) => {
-                        (invalid_value(name, &why(name, &error)), name == SETTINGS_JSON)
-                    }
-                    SetError::Unanswered(error) => (unanswered(name, error), true),
+                let error = match error {
+                    SetError::Refused(error) => invalid_value(name, &why(name, &error)),
+                    SetError::Unanswered(error) => unanswered(name, error),
                 };
-                // An object has many reasons to be refused, so a program finds which one it was. The log has others.
-                if is_noted {
-                    refusal.note(&error, false);
-                }
+                refusal.note(&error, false);
                 done(Err(error));
             }
         };
@@ -404,19 +402,15 @@ impl TextFile {
         error
     }
 
-    /// Keeps the reason where its learner's programs find it.
+    /// Keeps the reason in `error`, of the learner or the model.
     fn note(&self, error: &CallError) {
-        if let (
-            Node::Model(_, File::Settings | File::ReaderApplied(_) | File::ViewPlan(_) | File::Set),
-            Some(tree),
-        ) = (self.node, &self.tree)
-        {
-            tree.model.own_refusal.note(error, false);
-        }
-        if let (Node::Model(_, File::LearnerWeight(id)), Some(tree)) = (self.node, &self.tree)
-            && let Ok(learner) = tree.model.learner(id)
-        {
-            learner.refusal.note(error, false);
+        let Some(tree) = &self.tree else { return };
+        match self.node {
+            Node::Model(_, File::LearnerWeight(id)) => {
+                // One that has left has no file.
+                tree.model.learner(id).iter().for_each(|learner| learner.refusal.note(error, false));
+            }
+            _ => tree.model.own_refusal.note(error, false),
         }
     }
 

@@ -211,6 +211,31 @@ pub unsafe extern "C" fn modelio_open_weights(
     done(opened.map(|handle| unsafe { store(weights, handle) }))
 }
 
+/// Opens a version by its number, and holds it unchanged until the handle is closed. Versions are here that are held open,
+/// that `control/retain` keeps, or that is the newest. Waits for nothing.
+///
+/// -ENOENT if it is not here, -ENOMEM if as many versions are held as `control/max_versions` allows.
+///
+/// # Safety
+/// `weights` points to a handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn modelio_open_version(handle: Handle, version: u64, weights: *mut Handle) -> c_int {
+    let opened = check_place(weights).and_then(|()| model(handle)).and_then(|model| {
+        let version = Version(version);
+        if let Some(why) = model.job.refuses_reader(version) {
+            return Err(Failure::new(Errno::ENOMEM, why));
+        }
+        let gone = || {
+            let here = model.job.versions().iter().map(Version::to_string).collect::<Vec<_>>().join(", ");
+            Failure::new(Errno::ENOENT, format!("version {version} is not here; these are: {here}"))
+        };
+        let reader = Reader::open(&model.job, version).ok_or_else(gone)?;
+        open(Weights { reader, model })
+    });
+    // SAFETY: the caller's promise.
+    done(opened.map(|handle| unsafe { store(weights, handle) }))
+}
+
 fn pull(model: &Model, learner: Option<&Arc<Contributor>>, timeout: Duration) -> Outcome<Reader> {
     let (job, id) = (&model.job, learner.map(|learner| learner.learner()));
     job.version_opened(id);

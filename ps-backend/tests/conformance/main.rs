@@ -1,11 +1,12 @@
 //! Promises of a job, whichever way the bytes go: in this process, in shared memory, over TCP, by RDMA. Each test is
-//! written once against the traits, does not ask which way it is on, and is run for every way under that way's name; by
-//! RDMA with static placement, and what depends on it once more with dynamic placement and with flags.
+//! written once against the traits, does not ask which way it is on, and is run for every way under that way's name; those
+//! that C has calls for are run by the C library as well; by RDMA with static placement, and what depends on it once more with dynamic placement and with flags.
 //!
 //! Ways by RDMA need an address that leads over a device in `GRADFS_RDMA_ADDRESS`; without, they are skipped, which is
 //! said.
 
 mod arithmetic;
+mod c_abi;
 mod devices;
 mod early;
 mod leavers;
@@ -93,6 +94,7 @@ macro_rules! conforms {
                 a_pinned_version_stays_as_it_is,
                 a_version_that_is_only_known_by_name_stops_no_training,
                 no_read_is_torn,
+                versions_are_opened_by_their_number_while_they_are_kept,
                 any_range_can_be_read,
                 listeners_hear_of_every_version,
             ],
@@ -190,6 +192,39 @@ mod tcp_io_uring {
 
 mod tcp_plain {
     conforms!(crate::site::Way::tcp(libmodelio::transport::reactor::Choice::Poll));
+}
+
+/// The tests of what C can ask. Of the others, each asks what C has no call for.
+mod c_library {
+    on! {
+        crate::site::Way::c_abi(),
+        members: [the_number_of_learners_is_limited],
+        steps: [contributions_of_several_ends_are_added, blocks_may_come_early_or_late_and_in_any_order],
+        refusals: [nan_is_refused_at_the_commit, nan_is_refused_to_the_learner_who_brings_it],
+        waits: [
+            a_commit_that_waits_for_others_ends_at_its_deadline,
+            waiting_for_a_step_ends_at_its_deadline,
+            an_aborted_contribution_is_dropped,
+        ],
+        leavers: [the_committed_contribution_of_a_leaver_stays],
+        versions: [no_read_is_torn, versions_are_opened_by_their_number_while_they_are_kept],
+        weights: [
+            new_weights_appear_whole_everywhere,
+            new_weights_come_first_and_committed_contributions_on_top,
+        ],
+        settings: [
+            settings_show_and_take_effect,
+            async_makes_a_version_of_each,
+            a_quorum_is_enough,
+            the_lead_of_the_fastest_is_bounded,
+        ],
+        arithmetic: [
+            halves_are_added_up_in_full_precision,
+            reducers_compute_their_formulas,
+            gradients_are_clipped_by_their_norm,
+        ],
+        rounds: [random_rounds_count_exactly_once, learners_at_once_count_exactly_once],
+    }
 }
 
 /// The tests that depend on how blocks move. The others need not be run for each option of a path.

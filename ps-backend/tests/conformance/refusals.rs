@@ -155,7 +155,7 @@ fn refused_at_commit(end: &Arc<End>, learner: &Learner, lendable: bool) {
     let refused = contribution.commit();
     assert_eq!(refused.unwrap_err(), ShardError::NonFinite(BlockId(2)));
     contribution.abort();
-    assert!(end.job.has_learner(learner.id));
+    assert!(end.has(learner.id));
 }
 
 pub fn nan_is_refused_at_the_commit(way: &Way) {

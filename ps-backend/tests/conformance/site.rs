@@ -10,6 +10,7 @@ use libmodelio::bytes::region::{Region, RegionKey};
 use libmodelio::client::CommitNotice;
 use libmodelio::client::{Done, Job, Opening, SetError, wait_for};
 use libmodelio::contributor::{ContributeError, Contributor, Share, Wrote};
+use libmodelio::reader::Reader;
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::block_slot::{BlockSlot, Placement};
@@ -23,6 +24,7 @@ use ps_backend::device::Accelerator;
 use ps_backend::partition::executor::Pool;
 use ps_backend::server::local;
 
+use crate::c_abi;
 pub use crate::world::until;
 use crate::world::{self, World};
 use test_devices::software_device::{Software, software};
@@ -46,11 +48,13 @@ pub struct Way {
     over: Option<world::Way>,
     /// The device in software that has the state.
     on_device: Option<(Arc<Software>, Arc<Accelerator>)>,
+    /// Ends call the C library.
+    by_c: bool,
 }
 
 impl Way {
     pub fn in_process() -> Option<Way> {
-        Some(Way { kind: TransportKind::InProcess, over: None, on_device: None })
+        Some(Way { kind: TransportKind::InProcess, over: None, on_device: None, by_c: false })
     }
 
     /// In this process, with the state on a device in software.
@@ -63,15 +67,22 @@ impl Way {
     }
 
     pub fn shm() -> Option<Way> {
-        Some(Way { kind: TransportKind::SharedMemory, over: Some(world::Way::Shm), on_device: None })
+        let over = Some(world::Way::Shm);
+        Some(Way { kind: TransportKind::SharedMemory, over, on_device: None, by_c: false })
     }
 
     pub fn tcp(io: Choice) -> Option<Way> {
-        Some(Way { kind: TransportKind::Tcp, over: Some(world::Way::Tcp(io)), on_device: None })
+        Some(Way { kind: TransportKind::Tcp, over: Some(world::Way::Tcp(io)), on_device: None, by_c: false })
+    }
+
+    /// By the C library, which chooses its own path.
+    pub fn c_abi() -> Option<Way> {
+        Some(Way { by_c: true, ..Way::tcp(Choice::Auto)? })
     }
 
     pub fn rdma(change: fn(&mut RdmaOptions)) -> Option<Way> {
-        Some(Way { kind: TransportKind::Rdma, over: Some(world::Way::rdma_with(change)?), on_device: None })
+        let over = Some(world::Way::rdma_with(change)?);
+        Some(Way { kind: TransportKind::Rdma, over, on_device: None, by_c: false })
     }
 
     /// A job with a small fp32 model of zeros.
@@ -101,7 +112,7 @@ impl Way {
             }
             Some(way) => Place::There(Box::new(World::of(shards, &layout, &settings, way))),
         };
-        Site { kind: self.kind, place, ends: Mutex::default() }
+        Site { kind: self.kind, place, by_c: self.by_c, ends: Mutex::default() }
     }
 }
 
@@ -114,6 +125,7 @@ enum Place {
 pub struct Site {
     pub kind: TransportKind,
     place: Place,
+    by_c: bool,
     ends: Mutex<Vec<Arc<End>>>,
 }
 
@@ -137,7 +149,14 @@ impl Site {
     }
 
     fn with(&self, job: Arc<Job>) -> Arc<End> {
-        let end = Arc::new(End { job });
+        let c = match &self.place {
+            Place::There(world) if self.by_c => {
+                let url = format!("gradfs://{}/m", world.servers[0].address());
+                Some(c_abi::Model::connect(&url, job.layout()))
+            }
+            _ => None,
+        };
+        let end = Arc::new(End { job, c });
         self.ends.lock().unwrap().push(Arc::clone(&end));
         end
     }
@@ -170,7 +189,8 @@ impl Site {
 
 impl Drop for Site {
     fn drop(&mut self) {
-        self.ends.get_mut().unwrap().iter().for_each(|end| end.job.shut_down());
+        // Those of C take their leave when they are dropped, while the shards are there.
+        self.ends.get_mut().unwrap().drain(..).for_each(|end| end.job.shut_down());
     }
 }
 
@@ -223,7 +243,9 @@ pub fn is_unknown(result: Result<Reply, ShardError>, learner: LearnerId) {
 
 /// An end of a job: what a mount has of it.
 pub struct End {
+    /// Where calls go by C, it looks on.
     pub job: Arc<Job>,
+    c: Option<Arc<c_abi::Model>>,
 }
 
 impl End {
@@ -244,6 +266,9 @@ impl End {
         }
         let plain = |()| Reply::Done;
         let job = &self.job;
+        if let Some(c) = self.c.as_ref().filter(|_| !matches!(message, Message::Allocate)) {
+            return c.ask(message, timeout, done);
+        }
         match message {
             Message::Join { name } => {
                 let joined = |(learner, incarnation)| Reply::Joined { learner, incarnation };
@@ -290,7 +315,14 @@ impl End {
         Learner { end: Arc::clone(self), id, incarnation, rooms: Mutex::new(self.rooms()) }
     }
 
+    pub fn has(&self, learner: LearnerId) -> bool {
+        self.c.as_ref().map_or_else(|| self.job.has_learner(learner), |c| c.has(learner))
+    }
+
     pub fn set(&self, name: &str, value: &str) -> Result<(), SetError> {
+        if let Some(c) = &self.c {
+            return c.set(name, value);
+        }
         let (sender, receiver) = channel();
         self.job.set_control(name, value, LONG, Box::new(move |result| sender.send(result).unwrap()));
         receiver.recv_timeout(2 * LONG).expect("an answer")
@@ -298,6 +330,9 @@ impl End {
 
     /// The newest version here, and its bytes.
     pub fn bytes(&self) -> (Version, Vec<u8>) {
+        if let Some(c) = &self.c {
+            return c.newest();
+        }
         let mut bytes = vec![0; self.job.layout().size() as usize];
         (self.job.read(0, &mut bytes).unwrap(), bytes)
     }
@@ -305,6 +340,15 @@ impl End {
     pub fn weights(&self) -> (Version, Vec<f32>) {
         let (version, bytes) = self.bytes();
         (version, floats(&bytes))
+    }
+
+    /// The weights of a version, if it is kept here.
+    pub fn opens(&self, version: Version) -> Option<Vec<f32>> {
+        if let Some(c) = &self.c {
+            return c.version(version).map(|bytes| floats(&bytes));
+        }
+        let reader = Reader::open(&self.job, version)?;
+        Some(floats(reader.bytes(0..self.job.layout().size())))
     }
 
     /// All weights of the newest version are `value`.
@@ -319,6 +363,9 @@ impl End {
     /// Waits until a version is here.
     #[track_caller]
     pub fn sees(&self, version: u64) {
+        if let Some(c) = &self.c {
+            c.sees(version);
+        }
         until("a version", || self.job.version() >= Version(version));
     }
 }
@@ -387,7 +434,7 @@ impl Learner {
     pub fn pull(&self) -> u64 {
         match self.end.ask(Message::AwaitStep { learner: self.id }) {
             Ok(Reply::Version(version)) => {
-                assert!(self.end.job.version() >= version);
+                assert!(self.end.c.is_some() || self.end.job.version() >= version);
                 version.0
             }
             other => panic!("{other:?}"),
@@ -441,7 +488,10 @@ impl Contribution<'_> {
     /// Offers a block; staged by the channel, if it is to be.
     pub fn offer(&mut self, block: u32, bytes: &[u8]) -> Result<Placement, ShardError> {
         let slot = self.learner.slot(self.step, block);
-        let placement = self.learner.end.job.write(bytes, slot, Some(&self.notice.staging))?;
+        let placement = match &self.learner.end.c {
+            Some(c) => c.write(self.learner.id, block as u64 * BLOCK as u64, bytes)?,
+            None => self.learner.end.job.write(bytes, slot, Some(&self.notice.staging))?,
+        };
         if placement != Placement::Duplicate {
             self.notice.sent.insert(block as usize);
             self.notice.deferred.set(block as usize, placement == Placement::Deferred);

@@ -128,6 +128,18 @@ pub fn no_read_is_torn(way: &Way) {
     b.shows(STEPS, STEPS as f32);
 }
 
+pub fn versions_are_opened_by_their_number_while_they_are_kept(way: &Way) {
+    let (_site, end, learner) = way.job(&[("reducer", "sum"), ("retain", "2")]).one();
+    for version in 1..=5 {
+        learner.makes(1.0, version, version as f32);
+    }
+    for version in 0..=6 {
+        let expected =
+            (3..=5).contains(&version).then(|| vec![version as f32; end.job.layout().size() as usize / 4]);
+        assert!(end.opens(Version(version)) == expected, "version {version}");
+    }
+}
+
 pub fn any_range_can_be_read(way: &Way) {
     let (_site, end, learner) = way.striped_job(&[("reducer", "assign")]).one();
     let size = end.job.layout().size();
