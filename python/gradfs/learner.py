@@ -320,6 +320,15 @@ class Learner(Contributor):
         with explained(f"weight {value}", self._model, self._learner):
             self._place.write(self._file("weight"), f"{float(value)!r}\n")
 
+    def touch(self) -> None:
+        """Says that the learner works on something else, such as an evaluation.
+
+        Others wait for a silent learner up to `control/patience`, and longer for one that says so more often than that.
+        """
+        self._check()
+        with self._explained("touch"):
+            self._place.touch(self.path)
+
     def close(self) -> None:
         """Leaves the job, if `Model.join` made this learner. An open step is taken back."""
         super().close()

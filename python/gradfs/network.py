@@ -40,6 +40,7 @@ _CALLS: dict[str, list[Any]] = {
     "write": [_handle, ctypes.c_void_p, _size, ctypes.c_uint64, _ms],
     "commit": [_handle, _ms],
     "abort": [_handle, _ms],
+    "touch": [_handle],
     "publish": [_handle, ctypes.POINTER(_handle)],
 }
 
@@ -346,6 +347,10 @@ class Network:
         handle = self._learners.pop(os.path.basename(path), None)
         if handle is not None:
             _call("close", handle)
+
+    def touch(self, path: str) -> None:
+        handle, _ = self._of(f"{path}/")
+        _call("touch", handle)
 
     def _timeout(self) -> float:
         return float(self.read(f"{self._url}/control/timeout"))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import signal
 import sys
+import time
 
 import numpy
 import pytest
@@ -49,6 +51,28 @@ def test_join_leaves_at_the_end_of_its_block(model):
     assert members(model) == []
     with pytest.raises(gradfs.Closed):
         learner.push({"w": ONES})
+
+
+def test_others_wait_beyond_the_patience_for_a_learner_that_is_touched(model):
+    patience = 2
+    model.control.update(learners=2, timeout=0.2, patience=patience)
+    with model.join("a") as a, model.join("b") as b:
+        a.push({"w": ONES})
+
+        def waits():
+            with contextlib.suppress(gradfs.Timeout):
+                a.pull()
+            return members(model)
+
+        end = time.monotonic() + 2 * patience
+        while time.monotonic() < end:
+            b.touch()
+            assert waits() == ["a", "b"]
+        assert model.version == 0
+        until(lambda: waits() == ["a"])
+        assert a.pull().version == 1
+        with pytest.raises(gradfs.Left):
+            b.touch()
 
 
 def test_join_leaves_when_its_block_fails(model):

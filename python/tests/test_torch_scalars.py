@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from pathlib import Path
@@ -26,8 +27,12 @@ class _Files:
         control = directory / "model" / "control"
         control.mkdir()
         (control / "patience").write_text("600\n")
+        self.job(waits_for_learners=[])
         self.answers, self.lines = answers, list[str]()
         self._threads: list[threading.Thread] = []
+
+    def job(self, **status: Any) -> None:
+        (self.learner.parent.parent / "status.json").write_text(json.dumps({"version": 7, **status}))
 
     def open(self, path: Path) -> int:
         assert path == self.learner / "all_reduce"
@@ -113,6 +118,45 @@ def test_a_wait_ends_after_the_patience(files: Any) -> None:
     (fake.learner.parent.parent / "control" / "patience").write_text("0\n")
     with pytest.raises(Timeout, match="the same call"):
         scalars.mean(1)
+
+
+def test_a_wait_goes_on_while_the_job_waits_for_a_learner(files: Any) -> None:
+    fake = files(*[OSError(errno.ETIMEDOUT, "no")] * 3, "1\n")
+    fake.job(waits_for_learners=[{"id": "rank1"}])
+    (fake.learner.parent.parent / "control" / "patience").write_text("0.001\n")
+    assert scalars.mean(1) == 1 and not fake.answers
+
+
+@needs_a_mount()
+def test_others_wait_beyond_the_patience_for_a_rank_that_says_that_it_is_busy(tmp_path: Path) -> None:
+    program = written(
+        tmp_path / "program.py",
+        """
+    import gradfs
+    patience = 6
+    dist.init_process_group()
+    rank = dist.get_rank()
+    module = torch.nn.Linear(1, 1)
+    opt = torch.optim.SGD(module.parameters(), lr=0.1)
+    opt = dist.remote(opt, module, settings={"timeout": 1, "patience": patience})
+    dist.barrier()
+    if rank == 0:
+        with dist.busy():
+            time.sleep(1.5 * patience)
+    module(torch.ones(1, 1)).sum().backward()
+    opt.step()
+    assert dist.mean(rank) == 0.5
+    # The others go on without a rank that does not say so.
+    if rank == 0:
+        time.sleep(1.5 * patience)
+    try:
+        print(rank, dist.mean(rank))
+    except gradfs.Left as error:
+        print(rank, error)
+    """,
+    )
+    said = succeeded(launch(2, program))
+    assert "1 1.0" in said and "no longer in the job" in said
 
 
 def test_another_call_of_others_is_said_in_their_words(files: Any) -> None:

@@ -3,6 +3,8 @@
 use std::time::SystemTime;
 
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::members::LifeSign;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::model_tree::ModelTree;
 use super::node::{File, FileKind, Node};
@@ -221,6 +223,20 @@ impl Fs {
             && uid.is_none_or(|uid| uid == has.uid)
             && gid.is_none_or(|gid| gid == has.gid);
         if is_same { Ok(()) } else { Err(CallError::new(libc::EPERM, "modes and owners are fixed")) }
+    }
+
+    /// Somebody sets the time of an inode. If it is a learner's directory, its program says that it works.
+    ///
+    /// # Errors
+    /// ENOTCONN if that learner is no longer in the job; ENOENT.
+    pub fn touch(&self, ino: u64) -> CallResult<()> {
+        let Node::Model(model, File::Learner(id)) = self.node(ino)? else { return Ok(()) };
+        let job = &self.tree(model)?.model.job;
+        if !job.has_learner(id) {
+            return Err(ShardError::UnknownLearner(id).into());
+        }
+        job.touch(id, LifeSign::Works);
+        Ok(())
     }
 
     /// Whether an inode can be truncated to `size`. The size is fixed, and truncation to nothing begins a new

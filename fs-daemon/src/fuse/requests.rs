@@ -120,7 +120,7 @@ impl Filesystem for Binding {
         gid: Option<u32>,
         size: Option<u64>,
         _atime: Option<TimeOrNow>,
-        _mtime: Option<TimeOrNow>,
+        mtime: Option<TimeOrNow>,
         _ctime: Option<SystemTime>,
         fh: Option<FileHandle>,
         _crtime: Option<SystemTime>,
@@ -130,13 +130,15 @@ impl Filesystem for Binding {
         reply: ReplyAttr,
     ) {
         let caller = self.caller("setattr", ino, request);
-        // Times: cp -p and touch may set them; they show the version's all the same.
+        // Times: cp -p and touch may set them; they show the version's all the same. A learner that is touched lives.
         let fs = Arc::clone(&self.calls.fs);
         let done: Done<()> = Box::new(move |outcome| {
             let outcome = outcome.and_then(|()| fs.attributes(ino.0));
             answered!(caller, reply, outcome, a => reply.attr(&attr_ttl(&a), &attr(&a)))
         });
-        match (self.fs().check_change(ino.0, mode, uid, gid), size) {
+        let changes = self.fs().check_change(ino.0, mode, uid, gid);
+        let changes = if mtime.is_some() { changes.and_then(|()| self.fs().touch(ino.0)) } else { changes };
+        match (changes, size) {
             (Ok(()), Some(size)) => {
                 self.calls.truncate(ino.0, fh.map(|fh| fh.0), size, request.pid(), done);
             }

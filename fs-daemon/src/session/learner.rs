@@ -12,7 +12,7 @@ use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
-use libmodelio::vocabulary::members::{self, Attached, LeaveReason};
+use libmodelio::vocabulary::members::{self, Attached, LeaveReason, LifeSign};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::Weight;
 use parking_lot::Mutex;
@@ -281,7 +281,7 @@ impl Learner {
     pub fn report_progress(&self) {
         let bytes = self.contributor.open_bytes();
         if self.told_bytes.swap(bytes, Ordering::Relaxed) < bytes {
-            self.job.touch(self.id, None);
+            self.job.touch(self.id, LifeSign::Writes);
         }
     }
 
@@ -291,7 +291,7 @@ impl Learner {
         // Sent under the lock, so that the last message is the present state.
         let users = self.users.lock();
         let awaited = self.job.controls().consistency != Consistency::Async;
-        self.job.touch(self.id, Some(users.attached(unsettled, awaited)));
+        self.job.touch(self.id, LifeSign::Process(users.attached(unsettled, awaited)));
         if users.open + users.present == 0 && self.is_guest.load(Ordering::Relaxed) {
             self.job.leave(self.id, LeaveReason::Asked, PROMPT, Box::new(|_| {}));
         }

@@ -219,6 +219,14 @@ int modelio_commit(modelio_handle handle, uint32_t timeout_ms);
 int modelio_abort(modelio_handle handle, uint32_t timeout_ms);
 
 /*
+ Says that the learner works on something else, such as an evaluation, so that others wait for it longer than
+ `control/patience`. To be called more often than that.
+
+ -ENOTCONN if it is no longer in the job.
+ */
+int modelio_touch(modelio_handle handle);
+
+/*
  Reduces `count` numbers (64 at most) with those of all learners of the job: `op` is "mean", "sum", "min" or
  "max". Waits for the others, and stores the results in place of the numbers.
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use libmodelio::vocabulary::members::{Attached, is_learner_name, wrong_learner_name};
+use libmodelio::vocabulary::members::{Attached, LifeSign, is_learner_name, wrong_learner_name};
 use libmodelio::wire::ReduceOp;
 use libmodelio::{ContributeError, Contributor, LeaveReason, ShardError, Share, Wrote, wait_for};
 use parking_lot::Mutex;
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn modelio_join(
         let contributor =
             contributor.inspect_err(|_| model.job.leave(id, LeaveReason::Asked, LEAVES, Box::new(|_| {})))?;
         // This process lives. When it ends, its connections do.
-        model.job.touch(id, Some(Attached::Yes));
+        model.job.touch(id, LifeSign::Process(Attached::Yes));
         let (share, refusal) = Default::default();
         open(Learner { model, name, contributor: Arc::new(contributor), share, refusal })
     });
@@ -212,6 +212,22 @@ pub extern "C" fn modelio_abort(handle: Handle, timeout_ms: u32) -> c_int {
             publication.abort();
             Ok(())
         }
+    }))
+}
+
+/// Says that the learner works on something else, such as an evaluation, so that others wait for it longer than
+/// `control/patience`. To be called more often than that.
+///
+/// -ENOTCONN if it is no longer in the job.
+#[unsafe(no_mangle)]
+pub extern "C" fn modelio_touch(handle: Handle) -> c_int {
+    done(learner(handle).and_then(|learner| {
+        let (job, id) = (&learner.model.job, learner.contributor.learner());
+        if !job.has_learner(id) {
+            return Err(ShardError::UnknownLearner(id).into());
+        }
+        job.touch(id, LifeSign::Works);
+        Ok(())
     }))
 }
 

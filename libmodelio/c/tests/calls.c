@@ -105,6 +105,8 @@ static void a_contribution_counts_once(void)
 	expect(modelio_all_reduce(learner, "mean", values, 2, PATIENCE), 0, NULL);
 	assert(values[0] == 3 && values[1] == 4);
 	expect(modelio_all_reduce(learner, "median", values, 2, PATIENCE), -EINVAL, "median");
+	expect(modelio_touch(learner), 0, NULL);
+	expect(modelio_touch(model), -EBADF, "learner");
 	expect(modelio_get(learner, "version", text, sizeof text), 2, NULL);
 	assert(!strcmp(text, "1\n"));
 	expect(modelio_set(model, "settings.json", "{\"learning_rate\": 0.5, \"carry\": \"1\"}", PATIENCE), 0, NULL);

@@ -21,7 +21,7 @@ use crate::vocabulary::groups::{Contents, Groups};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ReaderId, ShardId, Step, Version,
 };
-use crate::vocabulary::members::{Attached, LeaveReason, is_learner_name};
+use crate::vocabulary::members::{Attached, LeaveReason, LifeSign, is_learner_name};
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
 use crate::vocabulary::partly::PartlyWritten;
@@ -178,8 +178,8 @@ pub enum Message {
     Touch {
         /// The learners.
         learners: Vec<LearnerId>,
-        /// Whether living processes are known to use them, if that has changed.
-        attached: Option<Attached>,
+        /// What is told of them.
+        sign: LifeSign,
     },
     /// Changes one setting. Answered by `Done`.
     SetControl {

@@ -15,7 +15,7 @@ use crate::vocabulary::groups::{AveragedMark, Contents, Groups, Overrides};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ReaderId, ShardId, Step, Version,
 };
-use crate::vocabulary::members::{Attached, LeaveReason};
+use crate::vocabulary::members::{Attached, LeaveReason, LifeSign};
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorFactors, TensorSquares};
 use crate::vocabulary::partly::PartlyWritten;
@@ -95,6 +95,10 @@ fn weight() -> impl Strategy<Value = Weight> {
 
 fn attached() -> impl Strategy<Value = Attached> {
     prop_oneof![Just(Attached::No), Just(Attached::Yes), Just(Attached::Exited)]
+}
+
+fn life_sign() -> impl Strategy<Value = LifeSign> {
+    prop_oneof![Just(LifeSign::Writes), Just(LifeSign::Works), attached().prop_map(LifeSign::Process)]
 }
 
 fn role() -> impl Strategy<Value = Role> {
@@ -553,8 +557,8 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         learner().prop_map(|learner| Message::Abort { learner }).boxed(),
         learner().prop_map(|learner| Message::Withdraw { learner }).boxed(),
-        (vec(learner(), 0..5), proptest::option::of(attached()))
-            .prop_map(|(learners, attached)| Message::Touch { learners, attached })
+        (vec(learner(), 0..5), life_sign())
+            .prop_map(|(learners, sign)| Message::Touch { learners, sign })
             .boxed(),
         (text(), text()).prop_map(|(name, value)| Message::SetControl { name, value }).boxed(),
         (any::<u64>(), block_ranges(), any::<u32>(), proptest::option::of(id64(PlanId)), meta())

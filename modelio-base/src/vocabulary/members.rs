@@ -62,6 +62,17 @@ pub enum Attached {
     Exited,
 }
 
+/// What a client tells of a learner that lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LifeSign {
+    /// It goes on writing the contribution that it has open.
+    Writes,
+    /// Whether a process uses it, if that has changed.
+    Process(Attached),
+    /// Its program says that it works on something else.
+    Works,
+}
+
 impl fmt::Display for LeaveReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

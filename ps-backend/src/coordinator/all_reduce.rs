@@ -84,9 +84,10 @@ impl AllReduce {
         Some((values, given.into_values().map(|of| of.waiting).collect()))
     }
 
-    /// The requests whose deadlines are over. They do not count in the round.
-    pub(super) fn take_late(&mut self, now: Now) -> Vec<Waiting> {
-        self.0.extract_if(.., |_, of| of.deadline <= now).map(|(_, of)| of.waiting).collect()
+    /// The requests whose deadlines are over, and whose they are. They do not count in the round.
+    pub(super) fn take_late(&mut self, now: Now) -> Vec<(LearnerId, Waiting)> {
+        let late = self.0.extract_if(.., |_, of| of.deadline <= now);
+        late.map(|(learner, of)| (learner, of.waiting)).collect()
     }
 
     /// When [`Self::take_late`] next has some.
@@ -160,7 +161,7 @@ mod tests {
         assert_eq!(of.leave(LearnerId(2)), Some(asked(2)));
         assert_eq!(complete(&mut of, &[1]), Some(vec![5.0]));
         give(&mut of, 1, ReduceOp::Sum, &[1.0]).unwrap();
-        assert_eq!((of.next_deadline(), of.take_late(LATE)), (Some(LATE), vec![asked(1)]));
+        assert_eq!((of.next_deadline(), of.take_late(LATE)), (Some(LATE), vec![(LearnerId(1), asked(1))]));
         give(&mut of, 2, ReduceOp::Sum, &[2.0]).unwrap();
         assert_eq!(complete(&mut of, &[1, 2]), None);
     }

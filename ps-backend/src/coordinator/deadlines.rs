@@ -28,7 +28,8 @@ impl CoordinatorCore {
             let late = "a shard has not read the contribution in time: it is dropped";
             self.reclaim(learner, ShardError::TimedOut(late.into()), now, actions);
         }
-        for (client, asked) in self.all_reduce.take_late(now) {
+        for (learner, (client, asked)) in self.all_reduce.take_late(now) {
+            self.core.ends_numbers(learner);
             let late = ShardError::TimedOut("other learners have not given their numbers".into());
             self.answer(client, asked, Message::Refused(late.into()), actions);
         }

@@ -1,7 +1,7 @@
 //! Membership of the job: joining, leaving, and too few learners.
 
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::{Attached, LeaveReason, LifeSign};
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::incarnations::check_name;
@@ -88,6 +88,7 @@ impl JobCore {
         self.drop_open(learner, ShardError::UnknownLearner(learner), actions)?;
         // The plan may wait for the learner though nothing of its contribution is written.
         self.drop_provisional(learner, actions);
+        self.ends_numbers(learner);
         if let Some(member) = self.members.remove(&learner) {
             let is_member = |name: &str| self.members.values().any(|member| member.name == name);
             self.incarnations.end(member.name, is_member);
@@ -146,23 +147,24 @@ impl JobCore {
         Ok(())
     }
 
-    /// A sign of life of `learner`. `attached` says whether a process uses it, if that has changed; without that, its
-    /// program goes on writing a contribution.
-    pub fn touch(&mut self, learner: LearnerId, attached: Option<Attached>, now: Now) {
+    /// A sign of life of `learner`.
+    pub fn touch(&mut self, learner: LearnerId, sign: LifeSign, now: Now) {
         if let Some(member) = self.members.get_mut(&learner) {
             member.last_seen = now;
-            if attached.is_none() && matches!(member.phase, Phase::Open { .. }) {
-                member.activity.writes(now);
-            }
-            if let Some(attached) = attached {
-                // The first process that uses it has just begun.
-                if attached == Attached::Yes && !member.attached && member.exited.is_none() {
-                    member.activity.writes(now);
+            match sign {
+                LifeSign::Writes if matches!(member.phase, Phase::Open { .. }) => member.activity.writes(now),
+                LifeSign::Writes => {}
+                LifeSign::Works => member.activity.works(now),
+                LifeSign::Process(attached) => {
+                    // The first process that uses it has just begun.
+                    if attached == Attached::Yes && !member.attached && member.exited.is_none() {
+                        member.activity.writes(now);
+                    }
+                    member.attached = attached == Attached::Yes;
+                    // A repeated report does not change the time of the exit.
+                    let since = member.exited.unwrap_or(now);
+                    member.exited = (attached == Attached::Exited).then_some(since);
                 }
-                member.attached = attached == Attached::Yes;
-                // A repeated report does not change the time of the exit.
-                let since = member.exited.unwrap_or(now);
-                member.exited = (attached == Attached::Exited).then_some(since);
             }
         }
     }

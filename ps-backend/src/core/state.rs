@@ -73,6 +73,11 @@ impl Activity {
         }
     }
 
+    /// Its program says so, whatever it has taken back.
+    pub(super) fn works(&mut self, now: Now) {
+        self.at = now;
+    }
+
     /// A contribution was taken back, or refused.
     pub(super) fn takes_back(&mut self) {
         self.took_back = true;

@@ -1,5 +1,7 @@
 //! Waiting learners: since when they wait, and who is named as the cause.
 
+use std::collections::BTreeSet;
+
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::phase::NAMED_AFTER;
 use serde::{Deserialize, Serialize};
@@ -22,12 +24,19 @@ pub(super) fn lasts(since: Now, until: Now, limit: Now) -> bool {
 pub(super) struct Waits {
     stall: Option<Stall>,
     wait: Option<Wait>,
+    /// Learners that have given numbers, and wait for those of all others.
+    numbers: BTreeSet<LearnerId>,
 }
 
 impl Waits {
     /// Learners wait for nobody's progress any more.
     pub(super) fn moved_on(&mut self) {
         self.stall = None;
+    }
+
+    /// Whether others wait for numbers of this learner.
+    pub(super) fn lacks_numbers_of(&self, learner: LearnerId) -> bool {
+        !self.numbers.is_empty() && !self.numbers.contains(&learner)
     }
 
     /// The wait under way.
@@ -70,11 +79,12 @@ impl JobCore {
     pub(super) fn note_stall(&mut self, now: Now) {
         let step_waits = self.gathers() && !self.committed.is_empty();
         // Without room for a version learners wait for readers, and while the job is held they wait for nobody in it.
-        let waits = !self.making.is_under_way()
-            && !self.measured.is_under_way()
-            && self.has_room()
-            && !self.is_held()
-            && (step_waits || !self.pending.is_empty());
+        let waits = !self.waits.numbers.is_empty()
+            || !self.making.is_under_way()
+                && !self.measured.is_under_way()
+                && self.has_room()
+                && !self.is_held()
+                && (step_waits || !self.pending.is_empty());
         let slowest = if self.limits_head_start() { self.slowest() } else { 0 };
         let [lease, patience] = [self.controls.lease, self.controls.patience];
         let pause = if lease.is_zero() { patience } else { lease.min(patience) };
@@ -111,9 +121,28 @@ impl JobCore {
 
     /// Whether `learner` is silent because its own request has no answer yet.
     pub(super) fn waits(&self, learner: LearnerId) -> bool {
-        self.pending.iter().any(|pending| {
-            matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
-        })
+        self.waits.numbers.contains(&learner)
+            || self.pending.iter().any(|pending| {
+                matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
+            })
+    }
+
+    /// A learner has given numbers, and waits for those of the others. That is progress.
+    pub fn gives_numbers(&mut self, learner: LearnerId, now: Now) {
+        if let Some(member) = self.members.get_mut(&learner) {
+            member.activity.works(now);
+            self.waits.numbers.insert(learner);
+        }
+    }
+
+    /// It waits no more for the numbers of others.
+    pub fn ends_numbers(&mut self, learner: LearnerId) {
+        self.waits.numbers.remove(&learner);
+    }
+
+    /// All numbers were there.
+    pub fn numbers_are_reduced(&mut self) {
+        self.waits = Waits::default();
     }
 
     /// Notes whether somebody waits for readers. Who gives up may come again, so the wait goes on.

@@ -7,7 +7,7 @@ use libmodelio::client::core::{Action, ClientCore, Push, Token};
 use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
-use libmodelio::vocabulary::members::Attached;
+use libmodelio::vocabulary::members::{Attached, LifeSign};
 use libmodelio::wire::{Granted, Message};
 
 use crate::history::{Content, GARBAGE, Uid};
@@ -258,12 +258,13 @@ impl World {
             ClientEvent::Touch => {
                 let learners =
                     self.clients[index].programs.iter().filter_map(|program| program.learner).collect();
-                let attached = Some(match (self.settings.exits, self.settings.attached) {
+                let attached = match (self.settings.exits, self.settings.attached) {
                     (true, _) => Attached::Exited,
                     (false, true) => Attached::Yes,
                     (false, false) => Attached::No,
-                });
-                self.on_client(index, |core, _, actions| core.touch(learners, attached, actions));
+                };
+                let sign = LifeSign::Process(attached);
+                self.on_client(index, |core, _, actions| core.touch(learners, sign, actions));
                 self.after(self.settings.lease / 4, Event::Client(index, ClientEvent::Touch));
             }
             ClientEvent::Program(program, turn) => self.program_goes_on(index, program, turn),

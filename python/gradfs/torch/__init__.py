@@ -12,6 +12,7 @@ The rest of a script stays as it is with torch's DDP.
 
 from gradfs.torch.optimizer import RemoteOptimizer, remote
 from gradfs.torch.parallel import DistributedDataParallel
+from gradfs.torch.patience import busy
 from gradfs.torch.process import (
     destroy_process_group,
     get_rank,
@@ -32,6 +33,7 @@ __all__ = [
     "any",
     "barrier",
     "broadcast",
+    "busy",
     "destroy_process_group",
     "get_rank",
     "get_world_size",

@@ -7,7 +7,6 @@ learner that leaves is not waited for.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Union
@@ -17,6 +16,7 @@ import torch
 from gradfs import job
 from gradfs.errors import GradfsError, Timeout, explained
 from gradfs.torch import process
+from gradfs.torch.patience import Patience
 
 #: Numbers that a call may have.
 MOST_NUMBERS = 64
@@ -87,7 +87,8 @@ def broadcast(tensor: torch.Tensor, src: int = 0, group: Any = None, async_op: b
 def reduce(op: str, numbers: Iterable[float], opened: Callable[[Path], int] | None = None) -> list[float]:
     """`op` (sum, mean, min, max) of each number, over the learners.
 
-    Refused if others have made another call. Timeout after ``control/patience`` and ``control/timeout`` at the latest.
+    Refused if others have made another call. Timeout after ``control/patience`` and ``control/timeout``, unless the job
+    waits for a learner that says that it works.
     `opened` stands for the open of the file, for tests.
     """
     values = [float(number) for number in numbers]
@@ -114,15 +115,13 @@ def reduce(op: str, numbers: Iterable[float], opened: Callable[[Path], int] | No
 def _answer(file: int, line: bytes, model: Path) -> bytes:
     """Gives the line, and waits for the others. It gives it again while one of them evaluates or saves.
 
-    The job drops a learner that does not come after its patience. What was given in vain does not count.
+    What was given in vain does not count.
     """
-    deadline: float | None = None
+    patience = Patience(model)
     while True:
         try:
             os.write(file, line)
             return os.pread(file, _ANSWER_BYTES, 0)
         except TimeoutError as error:
-            if deadline is None:
-                deadline = time.monotonic() + float((model / "control" / "patience").read_text())
-            if time.monotonic() > deadline:
+            if not patience.goes_on():
                 raise Timeout(f"others have not made the same call: {error}", error.errno) from error

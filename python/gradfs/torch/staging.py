@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from gradfs.errors import explained
 from gradfs.layout import Layout, Tensor
+from gradfs.torch.patience import Patience
 
 #: Pieces of memory that one pwritev or preadv takes.
 MOST_PIECES = 1024
@@ -97,7 +97,7 @@ class Host:
 
 
 class Files:
-    """The files of a learner. Each wait ends after ``control/timeout`` and ``control/patience``."""
+    """The files of a learner. Each wait ends as `Patience` says."""
 
     def __init__(self, learner: Path) -> None:
         self.learner, self.model = learner, learner.parent.parent
@@ -110,17 +110,14 @@ class Files:
     def patiently(self, call: Callable[[], int]) -> int:
         """The call's result. A timeout is repeated while the job waits for a learner that may still come.
 
-        Timeout if no version was made for ``control/patience`` seconds.
+        Timeout if no version was made for ``control/patience`` seconds, and nobody is waited for.
         """
-        deadline, version = None, self.version()
+        patience = Patience(self.model)
         while True:
             try:
                 return call()
             except TimeoutError:
-                now, newest = time.monotonic(), self.version()
-                if deadline is None or newest != version:
-                    version, deadline = newest, now + float((self.model / "control" / "patience").read_text())
-                if now > deadline:
+                if not patience.goes_on():
                     raise
 
     def sync(self, file: int) -> None:

@@ -9,7 +9,7 @@ use fixedbitset::FixedBitSet;
 use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_slot::BlockSlot;
 use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
-use crate::vocabulary::members::{Attached, LeaveReason};
+use crate::vocabulary::members::{Attached, LeaveReason, LifeSign};
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{LearnerState, Message};
 
@@ -216,20 +216,19 @@ impl ClientCore {
         Err(ShardError::StepOutOfOrder { got: step, expected: known.taken.next() })
     }
 
-    /// A sign of life of these learners. `attached` says whether a process uses them, if that has changed. The client
-    /// repeats it until the coordinator knows.
-    pub fn touch(&mut self, learners: Vec<LearnerId>, attached: Option<Attached>, actions: &mut Vec<Action>) {
-        if attached == Some(Attached::Exited) {
-            self.pull_times.begin_anew();
-        }
-        if attached.is_some() {
+    /// A sign of life of these learners. Whether a process uses them the client repeats until the coordinator knows.
+    pub fn touch(&mut self, learners: Vec<LearnerId>, sign: LifeSign, actions: &mut Vec<Action>) {
+        if let LifeSign::Process(attached) = sign {
+            if attached == Attached::Exited {
+                self.pull_times.begin_anew();
+            }
             for learner in &learners {
                 if let Some(known) = self.learners.get_mut(learner) {
-                    known.attached = attached;
+                    known.attached = Some(attached);
                 }
             }
         }
-        self.notify(Message::Touch { learners, attached }, actions);
+        self.notify(Message::Touch { learners, sign }, actions);
     }
 
     /// An answer names the next step of `learner`. False if the answer no longer counts, or the learner is gone.

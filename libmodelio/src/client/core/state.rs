@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::learners::Learner;
 use super::{Action, ClientCore, Now, REPEAT_AFTER};
 use crate::vocabulary::ids::LearnerId;
-use crate::vocabulary::members::LeaveReason;
+use crate::vocabulary::members::{LeaveReason, LifeSign};
 use crate::vocabulary::phase::JobPhase;
 use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message};
 
@@ -46,8 +46,11 @@ impl ClientCore {
         for (&learner, known) in &self.learners {
             // The `Touch` was lost, or the coordinator did not know the learner yet.
             let attached = known.attached.filter(|attached| *attached != known.state.attached);
-            if attached.is_some() && named.contains_key(&learner) && self.coordination.is_up() {
-                let touch = Message::Touch { learners: vec![learner], attached };
+            if let Some(attached) = attached
+                && named.contains_key(&learner)
+                && self.coordination.is_up()
+            {
+                let touch = Message::Touch { learners: vec![learner], sign: LifeSign::Process(attached) };
                 actions.push(Action::ToCoordinator(0, touch));
             }
         }

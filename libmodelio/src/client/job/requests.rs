@@ -16,7 +16,7 @@ use crate::vocabulary::block_ranges;
 use crate::vocabulary::block_slot::{BlockSlot, Placement};
 use crate::vocabulary::controls::ControlError;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
-use crate::vocabulary::members::{Attached, LeaveReason};
+use crate::vocabulary::members::{LeaveReason, LifeSign};
 use crate::vocabulary::partly::MAX_PIECES;
 use crate::vocabulary::settings_json;
 use crate::vocabulary::shard_error::ShardError;
@@ -368,11 +368,11 @@ impl Job {
         self.shared.await_newest(timeout, done);
     }
 
-    /// A sign of life of `learner`. `attached` says whether a process uses it, if that has changed.
-    pub fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
+    /// A sign of life of `learner`.
+    pub fn touch(&self, learner: LearnerId, sign: LifeSign) {
         let mut inner = self.shared.inner.lock();
         let mut actions = Vec::new();
-        inner.core.touch(vec![learner], attached, &mut actions);
+        inner.core.touch(vec![learner], sign, &mut actions);
         self.shared.act(inner, actions);
     }
 

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::client::core::Whole;
-use crate::vocabulary::members::LeaveReason;
+use crate::vocabulary::members::{LeaveReason, LifeSign};
 
 const PLAN: PlanId = PlanId(1);
 
@@ -320,7 +320,7 @@ fn when_a_learner_leaves_or_its_program_ends_or_none_is_left_the_newest_version_
         assert_eq!(bench.core.pulling(), None, "an open is expected in eight seconds");
         match what {
             "leaves" => bench.coordinator(0, Message::Left { learner: L, reason: LeaveReason::Asked }),
-            "ends" => bench.core.touch(vec![L], Some(Attached::Exited), &mut bench.said),
+            "ends" => bench.core.touch(vec![L], LifeSign::Process(Attached::Exited), &mut bench.said),
             _ => bench.changes(|state| state.members = 0),
         }
         let is_due = bench.core.next_deadline().is_some_and(|due| due <= bench.now);

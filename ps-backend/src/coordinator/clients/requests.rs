@@ -185,9 +185,9 @@ impl CoordinatorCore {
                     self.client_down(id, now, actions);
                 }
             }
-            Message::Touch { learners, attached } => {
+            Message::Touch { learners, sign } => {
                 for learner in learners.into_iter().filter(|learner| self.owners.get(learner) == Some(&id)) {
-                    self.core.touch(learner, attached, now);
+                    self.core.touch(learner, sign, now);
                 }
             }
             // The client knows the step. If this is refused, so will be the commit.
@@ -415,6 +415,7 @@ impl CoordinatorCore {
             Message::AllReduce { learner, op, values, timeout_ms } => {
                 let (learner, deadline) = (mine(learner)?, deadline(timeout_ms));
                 let before = self.all_reduce.give(learner, op, values, (id, asked), deadline)?;
+                self.core.gives_numbers(learner, now);
                 if let Some((client, asked)) = before {
                     self.answer(client, asked, Message::Refused(ShardError::Interrupted.into()), actions);
                 }

@@ -1,6 +1,6 @@
 //! Holding a job between two versions, and taking it elsewhere.
 
-use libmodelio::vocabulary::members::Attached;
+use libmodelio::vocabulary::members::{Attached, LifeSign};
 use libmodelio::vocabulary::reducer::Combine;
 use proptest::prelude::*;
 
@@ -104,7 +104,11 @@ fn nobodys_lease_ends_because_the_job_is_held() {
     bench.hold();
     bench.client(A, 2, commit_message(1, 1, ALL, 1 << 30, false));
     // A living program that does nothing, as far as anybody knows.
-    bench.client(B, 0, Message::Touch { learners: vec![LearnerId(2)], attached: Some(Attached::Yes) });
+    bench.client(
+        B,
+        0,
+        Message::Touch { learners: vec![LearnerId(2)], sign: LifeSign::Process(Attached::Yes) },
+    );
     for _ in 0..200 {
         bench.pass(Now::from_secs(1));
         bench.coordinator.client_alive(A, bench.now);

@@ -1,7 +1,7 @@
 //! Promises of asynchronous jobs.
 
 use libmodelio::vocabulary::ids::{Step, Version};
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::{Attached, LeaveReason, LifeSign};
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
@@ -67,7 +67,7 @@ fn a_silent_learner_that_holds_up_a_commit_leaves() {
     let (_, a) = open(&mut bench, ids[0]);
     assert!(bench.comes(ids[0].0, a, 1));
     let b = bench.join("b").unwrap();
-    bench.core.touch(b.0, Some(Attached::Yes), bench.now);
+    bench.core.touch(b.0, LifeSign::Process(Attached::Yes), bench.now);
     let (of_b, _) = commit(&mut bench, b, 60_000);
     bench.tick(1_000);
     assert_eq!(bench.left, [(ids[0].0, LeaveReason::PatienceOver)]);

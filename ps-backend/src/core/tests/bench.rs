@@ -14,7 +14,7 @@ use libmodelio::vocabulary::groups::{AveragedMark, Contents, GroupId};
 use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::DType;
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::{Attached, LeaveReason, LifeSign};
 use libmodelio::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorNorms, TensorSquares};
 use libmodelio::vocabulary::reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
@@ -336,7 +336,7 @@ impl Bench {
 
     /// A process of each is known to use it.
     pub(super) fn attach(&mut self, ids: &[Id]) {
-        ids.iter().for_each(|id| self.core.touch(id.0, Some(Attached::Yes), self.now));
+        ids.iter().for_each(|id| self.core.touch(id.0, LifeSign::Process(Attached::Yes), self.now));
     }
 
     pub(super) fn leave(&mut self, learner: LearnerId) {

@@ -1,7 +1,7 @@
 //! Promises about who is in the job: forming, joining, leaving, leases, too few.
 
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
-use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::members::{Attached, LeaveReason, LifeSign};
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
@@ -187,7 +187,7 @@ fn a_silent_learner_leaves_when_nobody_is_attached() {
     let mut bench = Bench::new(&[("lease", "1")]);
     let a = bench.join("a").unwrap();
     bench.join("b").unwrap();
-    bench.core.touch(a.0, Some(Attached::Yes), bench.now);
+    bench.core.touch(a.0, LifeSign::Process(Attached::Yes), bench.now);
     bench.tick(1_000);
     assert_eq!(bench.left.len(), 1, "a is attached, and nobody waits for it");
     assert_eq!(bench.left[0].1, LeaveReason::LeaseExpired);
@@ -208,8 +208,15 @@ fn a_silent_learner_leaves_when_it_has_been_waited_for() {
 }
 
 #[test]
-fn patience_ends_for_a_learner_that_contributes_nothing_whatever_else_it_does() {
-    for busy in ["opens and closes", "takes back", "takes back and goes on", "writes on"] {
+fn patience_ends_for_a_learner_that_contributes_nothing_and_does_not_say_that_it_works() {
+    for busy in [
+        "opens and closes",
+        "takes back",
+        "takes back and goes on",
+        "writes on",
+        "says so",
+        "says so after all",
+    ] {
         let (mut bench, ids) = formed(&[("patience", "4")], &["a", "b"]);
         bench.attach(&ids);
         everything(&mut bench, ids[0], true);
@@ -222,21 +229,57 @@ fn patience_ends_for_a_learner_that_contributes_nothing_whatever_else_it_does() 
                 break;
             }
             match busy {
-                "opens and closes" => bench.core.touch(ids[1].0, Some(Attached::Yes), bench.now),
-                "writes on" => bench.core.touch(ids[1].0, None, bench.now),
+                "opens and closes" => bench.core.touch(ids[1].0, LifeSign::Process(Attached::Yes), bench.now),
+                "writes on" => bench.core.touch(ids[1].0, LifeSign::Writes, bench.now),
+                "says so" => bench.core.touch(ids[1].0, LifeSign::Works, bench.now),
                 _ => {
                     bench.abort(ids[1].0);
                     open(&mut bench, ids[1]);
-                    bench.core.touch(ids[1].0, None, bench.now);
-                    if busy == "takes back" {
-                        bench.abort(ids[1].0);
+                    bench.core.touch(ids[1].0, LifeSign::Writes, bench.now);
+                    match busy {
+                        "takes back" => bench.abort(ids[1].0),
+                        "says so after all" => bench.core.touch(ids[1].0, LifeSign::Works, bench.now),
+                        _ => {}
                     }
                 }
             }
         }
         let left = [(ids[1].0, LeaveReason::PatienceOver)];
-        assert_eq!(bench.left, if busy == "writes on" { &left[..0] } else { &left[..] }, "{busy}");
+        assert_eq!(
+            bench.left,
+            if busy.starts_with("takes") || busy.starts_with("opens") { &left[..] } else { &[] },
+            "{busy}"
+        );
     }
+}
+
+#[test]
+fn patience_ends_for_a_learner_whose_numbers_are_waited_for() {
+    let (mut bench, ids) = formed(&[("patience", "10")], &["a", "b"]);
+    bench.attach(&ids);
+    // Others wait anew after their own timeouts, and each round that is complete begins another wait.
+    for round in 0..3 {
+        bench.core.gives_numbers(ids[0].0, bench.now);
+        for _ in 0..8 {
+            bench.tick(1_000);
+            bench.core.ends_numbers(ids[0].0);
+            bench.core.gives_numbers(ids[0].0, bench.now);
+        }
+        let (_, late) = bench.core.late(bench.now).expect("a long wait");
+        assert_eq!(late.learners, ["b"]);
+        if round < 2 {
+            bench.core.gives_numbers(ids[1].0, bench.now);
+            bench.core.numbers_are_reduced();
+            assert_eq!(bench.core.late(bench.now), None);
+        }
+    }
+    bench.core.touch(ids[1].0, LifeSign::Works, bench.now);
+    for _ in 0..9 {
+        bench.tick(1_000);
+        assert_eq!(bench.left, [], "it has said that it works");
+    }
+    bench.tick(1_000);
+    assert_eq!(bench.left, [(ids[1].0, LeaveReason::PatienceOver)]);
 }
 
 #[test]
@@ -271,7 +314,7 @@ fn a_learner_whose_last_process_has_exited_leaves_after_linger_when_others_wait_
         bench.set("consistency", consistency);
         bench.attach(&ids);
         // `a` ends, `b` only hangs.
-        bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
+        bench.core.touch(ids[0].0, LifeSign::Process(Attached::Exited), bench.now);
         bench.tick(10_000);
         assert_eq!(bench.left, [], "{consistency}: nobody waits for it");
         everything(&mut bench, ids[2], true);
@@ -298,9 +341,9 @@ fn a_learner_that_comes_back_within_linger_stays() {
         let (b, _) = everything(&mut bench, ids[1], true);
         // Each step of `a` is a process of its own, which comes after a while.
         bench.tick(1_900);
-        bench.core.touch(ids[0].0, Some(Attached::Yes), bench.now);
+        bench.core.touch(ids[0].0, LifeSign::Process(Attached::Yes), bench.now);
         everything(&mut bench, ids[0], true);
-        bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
+        bench.core.touch(ids[0].0, LifeSign::Process(Attached::Exited), bench.now);
         bench.makes(step, &[b]);
         // Nobody waits for it meanwhile.
         bench.tick(3_000);
@@ -322,8 +365,8 @@ fn a_learner_that_waits_for_others_does_not_linger() {
     // Its open contribution is committed at its end, and waits.
     let (step, uid) = open(&mut bench, ids[0]);
     let ticket = bench.commit(ids[0].0, step, uid, blocks([0]), true, 60_000);
-    bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
-    bench.core.touch(ids[1].0, Some(Attached::Exited), bench.now);
+    bench.core.touch(ids[0].0, LifeSign::Process(Attached::Exited), bench.now);
+    bench.core.touch(ids[1].0, LifeSign::Process(Attached::Exited), bench.now);
     bench.tick(1);
     assert_eq!(bench.left, [(ids[1].0, LeaveReason::Exited)], "at once, with linger at 0");
     bench.tick(10_000);
@@ -339,7 +382,7 @@ fn how_many_have_not_joined_is_said_after_a_while() {
     assert_eq!(bench.core.late(bench.now), None, "nobody waits");
     let (step, uid) = open(&mut bench, ids[0]);
     bench.commit(ids[0].0, step, uid, blocks([]), true, 60_000);
-    bench.core.touch(ids[1].0, Some(Attached::Exited), bench.now);
+    bench.core.touch(ids[1].0, LifeSign::Process(Attached::Exited), bench.now);
     bench.tick(4_900);
     assert_eq!(bench.core.late(bench.now), None);
     bench.tick(100);
@@ -348,7 +391,7 @@ fn how_many_have_not_joined_is_said_after_a_while() {
     assert!(bench.left.is_empty(), "linger is for learners that others wait for");
     for name in ["c", "d"] {
         let (learner, _) = bench.join(name).unwrap();
-        bench.core.touch(learner, Some(Attached::Yes), bench.now);
+        bench.core.touch(learner, LifeSign::Process(Attached::Yes), bench.now);
     }
     bench.tick(10);
     assert_eq!(bench.core.late(bench.now), None, "the wait for those that have joined begins anew");
@@ -403,7 +446,7 @@ fn a_learner_has_a_whole_lease_after_waiting_for_others() {
     let (a, _) = everything(&mut bench, ids[0], true);
     for _ in 0..10 {
         bench.tick(500);
-        bench.core.touch(ids[1].0, None, bench.now);
+        bench.core.touch(ids[1].0, LifeSign::Writes, bench.now);
     }
     everything(&mut bench, ids[1], true);
     bench.makes(1, &[a]);
