@@ -52,9 +52,11 @@ use config::cluster::{
 };
 use config::{Layer, UpConfig};
 use error::Error;
+use libmodelio::bytes::mmap::limit_heaps;
 
 fn main() -> ExitCode {
     crash::abort_on_panic();
+    limit_heaps();
     let (cli, given) = match cli::parse(std::env::args_os()) {
         Ok(parsed) => parsed,
         Err(code) => return code.into(),
