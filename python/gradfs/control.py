@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import json
@@ -9,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
-from .errors import explained
+from .errors import Worded, explained
 from .places import Place
 
 # Rules and patterns, one a line. Only these may be empty.
@@ -37,11 +38,13 @@ class Control(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         text = _text(value)
-        with explained(f"control/{name} = {text!r}", self._model):
+        with explained(f"control/{name} = {text!r}", self._model, words=False):
             try:
                 self._place.write(self._path(name), f"{text}\n" if text or name not in _LISTS else "")
+            except Worded:
+                raise
             except OSError as error:
-                raise self._missing(name, error) from None
+                raise self._missing(name, error, self._reason(name)) from None
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("a setting cannot be deleted: write another value")
@@ -73,8 +76,18 @@ class Control(MutableMapping[str, Any]):
             raise self._unknown(name)
         return os.path.join(self._model, "control", name)
 
-    def _missing(self, name: str, error: OSError) -> BaseException:
-        return self._unknown(name) if error.errno == errno.ENOENT and list(self) else error
+    def _reason(self, name: str) -> str:
+        """Why a value was refused. Other calls on the model have their reasons in the same file."""
+        with contextlib.suppress(OSError):
+            words = self._place.read(os.path.join(self._model, "error")).strip()
+            if words.startswith(f"control/{name}:"):
+                return words
+        return "the log of the mount says why"
+
+    def _missing(self, name: str, error: OSError, reason: str | None = None) -> BaseException:
+        if error.errno == errno.ENOENT and list(self):
+            return self._unknown(name)
+        return Worded(error.errno, f"{error.strerror}: {reason}") if reason and error.errno == errno.EINVAL else error
 
     def _unknown(self, name: str) -> BaseException:
         near = difflib.get_close_matches(name, list(self), 1)

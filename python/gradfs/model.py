@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import operator
 import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
@@ -16,6 +17,8 @@ from .layout import Layout
 from .learner import Contributor, Learner, Step
 from .memory import Memory
 from .places import Files, Place
+
+_LAST_VERSION = 2**64 - 1
 
 
 def open(path: str | os.PathLike[str]) -> Model:
@@ -163,6 +166,8 @@ class Model(Contributor):
         is gone, and with ENOMEM if programs hold as many versions as they may.
         """
         self._check()
+        if version is not None and not 0 <= operator.index(version) <= _LAST_VERSION:
+            raise Refused(f"memfd: {version} is no version")
         return Memory(self._place, self._model, version)
 
     def join(self, name: str | None = None) -> Learner:

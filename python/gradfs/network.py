@@ -33,7 +33,7 @@ _CALLS: dict[str, list[Any]] = {
     "set": [_handle, _text, _text, _ms],
     "wait_version": [_handle, ctypes.c_uint64, _ms, ctypes.POINTER(ctypes.c_uint64)],
     "open_weights": [_handle, _ms, ctypes.POINTER(_handle)],
-    "open_version": [_handle, ctypes.c_uint64, ctypes.POINTER(_handle)],
+    "open_version": [_handle, ctypes.c_uint64, _ms, ctypes.POINTER(_handle)],
     "weights": [_handle, ctypes.c_void_p],
     "memfd": [_handle, ctypes.c_int],
     "join": [_handle, _text, _ms, ctypes.POINTER(_handle)],
@@ -318,7 +318,7 @@ class Network:
             if version is None:
                 weights = _opened("open_weights", self._model, int(_PROMPT * 1000))
             else:
-                weights = _opened("open_version", self._model, version)
+                weights = _opened("open_version", self._model, version, int(_PROMPT * 1000))
         except Worded as error:
             raise named(f"memfd: {error.strerror}", error.errno or 0) from None
         try:

@@ -82,6 +82,14 @@ def test_memfd_of_an_older_version_while_it_is_kept(model):
     assert refused.value.errno == errno.ENOENT and not isinstance(refused.value, gradfs.NotMounted)
 
 
+@pytest.mark.parametrize("version", [-1, 2**64, 2**64 + 1])
+def test_memfd_of_what_is_no_version_is_refused(model, version):
+    with pytest.raises(gradfs.Refused, match="no version"):
+        model.memfd(version)
+    with pytest.raises(TypeError):
+        model.memfd(1.5)
+
+
 def test_memory_that_is_closed_is_used_again(model):
     steps(model, 2)
     with model.memfd() as memory:

@@ -57,6 +57,16 @@ def test_versions_that_are_read_are_let_go_of(url):
         assert value(learner) == 45 and view[0] == 40
 
 
+def test_memfd_brings_the_newest_version_where_versions_come_on_demand(url):
+    model, trainer = gradfs.open(url), gradfs.open(url)
+    model.control["pull"] = "on-demand"
+    for version in range(1, 9):
+        trainer.push({"w": ONES})
+        with model.memfd(model.wait(version - 1)) as memory:
+            assert memory.version == version
+            assert numpy.frombuffer(memory.view(), "f4")[0] == version
+
+
 def test_status_has_the_names_of_a_mounts(url, tmp_path):
     mount = tmp_path / "mount"
     mount.mkdir()

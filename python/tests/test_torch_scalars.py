@@ -27,12 +27,13 @@ class _Files:
         control = directory / "model" / "control"
         control.mkdir()
         (control / "patience").write_text("600\n")
-        self.job(waits_for_learners=[])
+        self.job([])
         self.answers, self.lines = answers, list[str]()
         self._threads: list[threading.Thread] = []
 
-    def job(self, **status: Any) -> None:
-        (self.learner.parent.parent / "status.json").write_text(json.dumps({"version": 7, **status}))
+    def job(self, late: list[Any]) -> None:
+        status = {"version": 7, "waits_for_learners": late, "waits_for_more_learners": 0}
+        (self.learner.parent.parent / "status.json").write_text(json.dumps(status))
 
     def open(self, path: Path) -> int:
         assert path == self.learner / "all_reduce"
@@ -115,14 +116,20 @@ def test_a_wait_for_one_that_evaluates_is_repeated(files: Any) -> None:
 
 def test_a_wait_ends_after_the_patience(files: Any) -> None:
     fake = files(OSError(errno.ETIMEDOUT, "no"), OSError(errno.ETIMEDOUT, "no"))
-    (fake.learner.parent.parent / "control" / "patience").write_text("0\n")
+    (fake.learner.parent.parent / "control" / "patience").write_text("1e-9\n")
     with pytest.raises(Timeout, match="the same call"):
         scalars.mean(1)
 
 
+def test_without_patience_a_wait_goes_on_for_ever(files: Any) -> None:
+    fake = files(*[OSError(errno.ETIMEDOUT, "no")] * 3, "1\n")
+    (fake.learner.parent.parent / "control" / "patience").write_text("0\n")
+    assert scalars.mean(1) == 1 and not fake.answers
+
+
 def test_a_wait_goes_on_while_the_job_waits_for_a_learner(files: Any) -> None:
     fake = files(*[OSError(errno.ETIMEDOUT, "no")] * 3, "1\n")
-    fake.job(waits_for_learners=[{"id": "rank1"}])
+    fake.job([{"id": "rank1"}])
     (fake.learner.parent.parent / "control" / "patience").write_text("0.001\n")
     assert scalars.mean(1) == 1 and not fake.answers
 
@@ -153,6 +160,11 @@ def test_others_wait_beyond_the_patience_for_a_rank_that_says_that_it_is_busy(tm
         print(rank, dist.mean(rank))
     except gradfs.Left as error:
         print(rank, error)
+        try:
+            with dist.busy():
+                raise AssertionError("it has left")
+        except gradfs.Left:
+            pass
     """,
     )
     said = succeeded(launch(2, program))

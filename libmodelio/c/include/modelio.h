@@ -272,13 +272,14 @@ int modelio_open_weights(modelio_handle model_or_learner, uint32_t timeout_ms, m
 
 /*
  Opens a version by its number, and holds it unchanged until the handle is closed. Versions are here that are held open,
- that `control/retain` keeps, or that is the newest. Waits for nothing.
+ that `control/retain` keeps, or that is the newest. The newest one may still have to come.
 
- -ENOENT if it is not here, -ENOMEM if as many versions are held as `control/max_versions` allows.
+ -ENOENT if it is not here, -ETIMEDOUT if it does not come in time, -ENOMEM if as many versions are held as
+ `control/max_versions` allows.
 
  `weights` points to a handle.
  */
-int modelio_open_version(modelio_handle handle, uint64_t version, modelio_handle *weights);
+int modelio_open_version(modelio_handle handle, uint64_t version, uint32_t timeout_ms, modelio_handle *weights);
 
 /*
  Stores what `weights` are.

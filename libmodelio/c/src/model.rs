@@ -212,28 +212,49 @@ pub unsafe extern "C" fn modelio_open_weights(
 }
 
 /// Opens a version by its number, and holds it unchanged until the handle is closed. Versions are here that are held open,
-/// that `control/retain` keeps, or that is the newest. Waits for nothing.
+/// that `control/retain` keeps, or that is the newest. The newest one may still have to come.
 ///
-/// -ENOENT if it is not here, -ENOMEM if as many versions are held as `control/max_versions` allows.
+/// -ENOENT if it is not here, -ETIMEDOUT if it does not come in time, -ENOMEM if as many versions are held as
+/// `control/max_versions` allows.
 ///
 /// # Safety
 /// `weights` points to a handle.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn modelio_open_version(handle: Handle, version: u64, weights: *mut Handle) -> c_int {
+pub unsafe extern "C" fn modelio_open_version(
+    handle: Handle,
+    version: u64,
+    timeout_ms: u32,
+    weights: *mut Handle,
+) -> c_int {
     let opened = check_place(weights).and_then(|()| model(handle)).and_then(|model| {
-        let version = Version(version);
-        if let Some(why) = model.job.refuses_reader(version) {
-            return Err(Failure::new(Errno::ENOMEM, why));
-        }
-        let gone = || {
-            let here = model.job.versions().iter().map(Version::to_string).collect::<Vec<_>>().join(", ");
-            Failure::new(Errno::ENOENT, format!("version {version} is not here; these are: {here}"))
-        };
-        let reader = Reader::open(&model.job, version).ok_or_else(gone)?;
+        let reader = by_number(&model, Version(version), timeout(timeout_ms))?;
         open(Weights { reader, model })
     });
     // SAFETY: the caller's promise.
     done(opened.map(|handle| unsafe { store(weights, handle) }))
+}
+
+fn by_number(model: &Model, version: Version, timeout: Duration) -> Outcome<Reader> {
+    let job = &model.job;
+    if let Some(why) = job.refuses_reader(version) {
+        return Err(Failure::new(Errno::ENOMEM, why));
+    }
+    if let Some(reader) = Reader::open(job, version) {
+        return Ok(reader);
+    }
+    if version == job.offered_version() {
+        let explained = |error: ShardError| model.explained(error);
+        let end = Instant::now() + timeout;
+        job.version_opened(None);
+        wait_for(timeout, |done| job.await_fresh(None, timeout, done)).map_err(explained)?;
+        let left = end.saturating_duration_since(Instant::now());
+        wait_for(left, |done| job.await_newest(left, done)).map_err(explained)?;
+    }
+    let gone = || {
+        let here = job.versions().iter().map(Version::to_string).collect::<Vec<_>>().join(", ");
+        Failure::new(Errno::ENOENT, format!("version {version} is not here; these are: {here}"))
+    };
+    Reader::open(job, version).ok_or_else(gone)
 }
 
 fn pull(model: &Model, learner: Option<&Arc<Contributor>>, timeout: Duration) -> Outcome<Reader> {

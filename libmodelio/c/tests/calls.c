@@ -88,7 +88,7 @@ static void wrong_calls_are_errors_and_change_nothing(const char *url)
 
 static void a_contribution_counts_once(void)
 {
-	modelio_handle learner;
+	modelio_handle learner, weights;
 	uint64_t version = 0;
 	char text[64];
 	double values[2] = { 3, 4 };
@@ -107,6 +107,11 @@ static void a_contribution_counts_once(void)
 	expect(modelio_all_reduce(learner, "median", values, 2, PATIENCE), -EINVAL, "median");
 	expect(modelio_touch(learner), 0, NULL);
 	expect(modelio_touch(model), -EBADF, "learner");
+	expect(modelio_open_version(model, 1, PATIENCE, &weights), 0, NULL);
+	expect(modelio_close(weights), 0, NULL);
+	expect(modelio_open_version(model, 9, PATIENCE, &weights), -ENOENT, "version 9 is not here");
+	expect(modelio_open_version(model, 1, PATIENCE, NULL), -EINVAL, "the place for the handle is NULL");
+	expect(modelio_open_version(learner, 1, PATIENCE, &weights), -EBADF, "model");
 	expect(modelio_get(learner, "version", text, sizeof text), 2, NULL);
 	assert(!strcmp(text, "1\n"));
 	expect(modelio_set(model, "settings.json", "{\"learning_rate\": 0.5, \"carry\": \"1\"}", PATIENCE), 0, NULL);

@@ -29,7 +29,7 @@ impl CoordinatorCore {
             self.reclaim(learner, ShardError::TimedOut(late.into()), now, actions);
         }
         for (learner, (client, asked)) in self.all_reduce.take_late(now) {
-            self.core.ends_numbers(learner);
+            self.core.numbers_are_late(learner, now);
             let late = ShardError::TimedOut("other learners have not given their numbers".into());
             self.answer(client, asked, Message::Refused(late.into()), actions);
         }

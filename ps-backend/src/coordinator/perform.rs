@@ -59,7 +59,7 @@ impl CoordinatorCore {
         }
         let members = self.core.is_formed().then(|| self.core.learners());
         if let Some((values, asked)) = members.and_then(|members| self.all_reduce.take_complete(members)) {
-            self.core.numbers_are_reduced();
+            self.core.numbers_are_reduced(now);
             let answer = |(client, asked)| (client, asked, Message::AllReduced { values: values.clone() });
             answers.extend(asked.into_iter().map(answer));
         }

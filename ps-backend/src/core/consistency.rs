@@ -152,9 +152,6 @@ impl JobCore {
 
     /// Whether a waiting learner may be waiting for `learner`.
     pub(super) fn holds_up(&self, learner: LearnerId, member: &Member) -> bool {
-        if self.waits.lacks_numbers_of(learner) {
-            return true;
-        }
         // Where a provisional plan gives way, nobody waits for it.
         if self.writes_provisionally(learner) && !self.provisional.is_staged() {
             return true;

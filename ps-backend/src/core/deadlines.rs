@@ -166,14 +166,17 @@ impl JobCore {
     }
 
     /// Removes silent learners: those that no process is known to use, after the lease; and those whose processes live
-    /// and have made no progress, if another learner has been waiting for them for as long as patience lasts.
+    /// and have made no progress, if another learner has been waiting for them, or for their numbers, for as long as
+    /// patience lasts.
     pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action>) {
         let [lease, patience] = [self.controls.lease, self.controls.patience];
         let stalled = self.formation.is_formed() && self.waits.have_lasted(patience);
         let why = |learner: LearnerId, member: &Member| match member.attached {
             true => {
-                let is_over = stalled && lasts(member.activity.at, now, patience);
-                (is_over && self.holds_up(learner, member)).then_some(LeaveReason::PatienceOver)
+                let holds_up = stalled && self.holds_up(learner, member)
+                    || self.waits.lack_numbers_of(learner, patience, now);
+                let is_over = lasts(member.activity.at, now, patience) && holds_up;
+                is_over.then_some(LeaveReason::PatienceOver)
             }
             false => lasts(member.last_seen, now, lease).then_some(LeaveReason::LeaseExpired),
         };

@@ -88,7 +88,7 @@ impl JobCore {
         self.drop_open(learner, ShardError::UnknownLearner(learner), actions)?;
         // The plan may wait for the learner though nothing of its contribution is written.
         self.drop_provisional(learner, actions);
-        self.ends_numbers(learner);
+        self.waits.forget_numbers(learner);
         if let Some(member) = self.members.remove(&learner) {
             let is_member = |name: &str| self.members.values().any(|member| member.name == name);
             self.incarnations.end(member.name, is_member);

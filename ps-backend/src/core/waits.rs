@@ -1,6 +1,6 @@
 //! Waiting learners: since when they wait, and who is named as the cause.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::phase::NAMED_AFTER;
@@ -24,8 +24,29 @@ pub(super) fn lasts(since: Now, until: Now, limit: Now) -> bool {
 pub(super) struct Waits {
     stall: Option<Stall>,
     wait: Option<Wait>,
-    /// Learners that have given numbers, and wait for those of all others.
-    numbers: BTreeSet<LearnerId>,
+    numbers: Numbers,
+}
+
+/// The waits for numbers that all learners give: [`JobCore::gives_numbers`]. They have nothing to do with versions.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Numbers {
+    /// Since when somebody has waited, with pauses.
+    since: Option<Now>,
+    /// Who has given theirs, and waits. If the wait was in vain, since when: they may come again.
+    given: BTreeMap<LearnerId, Option<Now>>,
+}
+
+impl Numbers {
+    /// Since when others have waited for this learner, if they do.
+    fn lacks(&self, learner: LearnerId) -> Option<Now> {
+        self.since.filter(|_| !self.given.is_empty() && !self.given.contains_key(&learner))
+    }
+
+    /// Time passes. Who has waited in vain may be back within `pause`.
+    fn pass(&mut self, pause: Now, now: Now) {
+        self.given.retain(|_, ended| ended.is_none_or(|ended| now.saturating_sub(ended) < pause));
+        self.since.take_if(|_| self.given.is_empty());
+    }
 }
 
 impl Waits {
@@ -34,9 +55,14 @@ impl Waits {
         self.stall = None;
     }
 
-    /// Whether others wait for numbers of this learner.
-    pub(super) fn lacks_numbers_of(&self, learner: LearnerId) -> bool {
-        !self.numbers.is_empty() && !self.numbers.contains(&learner)
+    /// The learner has left.
+    pub(super) fn forget_numbers(&mut self, learner: LearnerId) {
+        self.numbers.given.remove(&learner);
+    }
+
+    /// Whether others have waited for numbers of this learner for `patience`. A patience of zero has no end.
+    pub(super) fn lack_numbers_of(&self, learner: LearnerId, patience: Now, now: Now) -> bool {
+        self.numbers.lacks(learner).is_some_and(|since| lasts(since, now, patience))
     }
 
     /// The wait under way.
@@ -74,21 +100,27 @@ impl Waits {
     }
 }
 
+/// The names of these, as many as a report has.
+fn named<'a>(members: impl Iterator<Item = &'a Member>) -> WaitedFor {
+    let mut names = members.map(|member| member.name.clone());
+    WaitedFor { learners: names.by_ref().take(MAX_NAMES).collect(), more: names.count() }
+}
+
 impl JobCore {
     /// Notes whether a learner waits for others at the moment.
     pub(super) fn note_stall(&mut self, now: Now) {
         let step_waits = self.gathers() && !self.committed.is_empty();
         // Without room for a version learners wait for readers, and while the job is held they wait for nobody in it.
-        let waits = !self.waits.numbers.is_empty()
-            || !self.making.is_under_way()
-                && !self.measured.is_under_way()
-                && self.has_room()
-                && !self.is_held()
-                && (step_waits || !self.pending.is_empty());
+        let waits = !self.making.is_under_way()
+            && !self.measured.is_under_way()
+            && self.has_room()
+            && !self.is_held()
+            && (step_waits || !self.pending.is_empty());
         let slowest = if self.limits_head_start() { self.slowest() } else { 0 };
         let [lease, patience] = [self.controls.lease, self.controls.patience];
         let pause = if lease.is_zero() { patience } else { lease.min(patience) };
         self.waits.note_stall(waits, slowest, pause, now);
+        self.waits.numbers.pass(pause, now);
         let at = match self.formation.is_formed() {
             false => u64::MAX,
             true if self.limits_head_start() => slowest,
@@ -108,41 +140,54 @@ impl JobCore {
     /// The learners that others wait for, if the wait has lasted long, and its beginning. The beginning tells waits
     /// apart.
     pub fn late(&self, now: Now) -> Option<(Now, WaitedFor)> {
-        let wait = self.waits.wait.filter(|wait| now.saturating_sub(wait.since) >= NAMED_AFTER)?;
-        let late = if self.formation.is_formed() {
-            let mut names = self.waited_for().map(|(_, member)| member.name.clone());
-            WaitedFor { learners: names.by_ref().take(MAX_NAMES).collect(), more: names.count() }
-        } else {
-            let more = (self.controls.learners as usize).saturating_sub(self.members.len());
-            WaitedFor { learners: Vec::new(), more }
-        };
-        (late != WaitedFor::default()).then_some((wait.since, late))
+        let is_long = |since: &Now| now.saturating_sub(*since) >= NAMED_AFTER;
+        let step = self.waits.wait.map(|wait| wait.since).filter(is_long);
+        let step = step.map(|since| match self.formation.is_formed() {
+            true => (since, named(self.waited_for().map(|(_, member)| member))),
+            false => {
+                let more = (self.controls.learners as usize).saturating_sub(self.members.len());
+                (since, WaitedFor { learners: Vec::new(), more })
+            }
+        });
+        let numbers = self.waits.numbers.since.filter(is_long).map(|since| {
+            let lacks = |learner| self.waits.numbers.lacks(learner).is_some();
+            let late = self.members.iter().filter(|&(&learner, _)| lacks(learner));
+            (since, named(late.map(|(_, member)| member)))
+        });
+        step.into_iter().chain(numbers).find(|(_, late)| *late != WaitedFor::default())
     }
 
     /// Whether `learner` is silent because its own request has no answer yet.
     pub(super) fn waits(&self, learner: LearnerId) -> bool {
-        self.waits.numbers.contains(&learner)
-            || self.pending.iter().any(|pending| {
-                matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
-            })
+        self.pending.iter().any(|pending| {
+            matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
+        })
     }
 
-    /// A learner has given numbers, and waits for those of the others. That is progress.
+    /// A learner has given numbers, and waits for those of the others.
     pub fn gives_numbers(&mut self, learner: LearnerId, now: Now) {
         if let Some(member) = self.members.get_mut(&learner) {
-            member.activity.works(now);
-            self.waits.numbers.insert(learner);
+            member.is_used(now);
+            self.waits.numbers.since.get_or_insert(now);
+            self.waits.numbers.given.insert(learner, None);
         }
     }
 
-    /// It waits no more for the numbers of others.
-    pub fn ends_numbers(&mut self, learner: LearnerId) {
-        self.waits.numbers.remove(&learner);
+    /// It has waited in vain for the numbers of others.
+    pub fn numbers_are_late(&mut self, learner: LearnerId, now: Now) {
+        if let Some(member) = self.members.get_mut(&learner) {
+            member.is_used(now);
+            self.waits.numbers.given.insert(learner, Some(now));
+        }
     }
 
-    /// All numbers were there.
-    pub fn numbers_are_reduced(&mut self) {
-        self.waits = Waits::default();
+    /// All numbers were there. That is progress of each learner.
+    pub fn numbers_are_reduced(&mut self, now: Now) {
+        self.waits.numbers = Numbers::default();
+        for member in self.members.values_mut() {
+            member.is_used(now);
+            member.activity.works(now);
+        }
     }
 
     /// Notes whether somebody waits for readers. Who gives up may come again, so the wait goes on.

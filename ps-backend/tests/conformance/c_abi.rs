@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ops::Range;
 use std::ptr::null;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libmodelio::bytes::region::Region;
 use libmodelio::client::{CommitNotice, Done, SetError};
 use libmodelio::vocabulary::block_slot::Placement;
+use libmodelio::vocabulary::controls::ControlError;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::shard_error::ShardError;
@@ -39,7 +41,7 @@ unsafe extern "C" {
     fn modelio_commit(handle: Handle, timeout_ms: u32) -> c_int;
     fn modelio_abort(learner: Handle, timeout_ms: u32) -> c_int;
     fn modelio_open_weights(handle: Handle, timeout_ms: u32, weights: *mut Handle) -> c_int;
-    fn modelio_open_version(model: Handle, version: u64, weights: *mut Handle) -> c_int;
+    fn modelio_open_version(model: Handle, version: u64, timeout_ms: u32, weights: *mut Handle) -> c_int;
     fn modelio_weights(weights: Handle, info: *mut Info) -> c_int;
     fn modelio_wait_version(model: Handle, newer_than: u64, timeout_ms: u32, version: *mut u64) -> c_int;
     fn modelio_set(handle: Handle, file: *const c_char, value: *const c_char, timeout_ms: u32) -> c_int;
@@ -220,10 +222,10 @@ impl Model {
             Err(refused) if refused.errno == libc::EEXIST => return Err(ShardError::NameTaken(name)),
             handle => handle.map_err(|refused| refused.of(LearnerId(0)))?,
         };
-        let mut learners = self.learners.lock().unwrap();
         // C tells no numbers of learners.
-        let learner = LearnerId(learners.last_key_value().map_or(0, |(last, _)| last.0 + 1));
-        learners.insert(learner, Joined { handle, taken: 0 });
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let learner = LearnerId(NEXT.fetch_add(1, Ordering::Relaxed));
+        self.learners.lock().unwrap().insert(learner, Joined { handle, taken: 0 });
         Ok(Reply::Joined { learner, incarnation: incarnation(handle) })
     }
 
@@ -284,7 +286,9 @@ impl Model {
     /// A version that is held or retained, if it is.
     pub fn version(&self, version: Version) -> Option<Vec<u8>> {
         // SAFETY: a handle, and a place.
-        match opened(|place| unsafe { modelio_open_version(self.handle, version.0, place) }) {
+        match opened(|place| unsafe {
+            modelio_open_version(self.handle, version.0, milliseconds(LONG), place)
+        }) {
             Ok(weights) => {
                 let (found, bytes) = taken(weights);
                 assert_eq!(found, version);
@@ -304,11 +308,18 @@ impl Model {
     }
 
     pub fn set(&self, name: &str, value: &str) -> Result<(), SetError> {
-        let [file, value] =
+        let [file, text] =
             [format!("control/{name}"), value.to_owned()].map(|text| CString::new(text).unwrap());
         // SAFETY: a handle, and strings.
-        let set = unsafe { modelio_set(self.handle, file.as_ptr(), value.as_ptr(), milliseconds(LONG)) };
-        checked(set).map_err(|refused| SetError::Unanswered(refused.of(LearnerId(0))))
+        let set = unsafe { modelio_set(self.handle, file.as_ptr(), text.as_ptr(), milliseconds(LONG)) };
+        checked(set).map_err(|refused| match refused.errno {
+            libc::ENOENT => ControlError::Unknown(name.to_owned()).into(),
+            libc::EINVAL if refused.text.contains(" needs ") => ControlError::Conflict(refused.text).into(),
+            libc::EINVAL => {
+                ControlError::Invalid { name: "", value: value.to_owned(), expected: refused.text }.into()
+            }
+            _ => SetError::Unanswered(refused.of(LearnerId(0))),
+        })
     }
 }
 

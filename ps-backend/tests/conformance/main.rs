@@ -194,11 +194,11 @@ mod tcp_plain {
     conforms!(crate::site::Way::tcp(libmodelio::transport::reactor::Choice::Poll));
 }
 
-/// The tests of what C can ask. Of the others, each asks what C has no call for.
+/// The tests that ask for nothing but what C has calls for.
 mod c_library {
     on! {
         crate::site::Way::c_abi(),
-        members: [the_number_of_learners_is_limited],
+        members: [the_number_of_learners_is_limited, a_name_is_one_learners_at_a_time],
         steps: [contributions_of_several_ends_are_added, blocks_may_come_early_or_late_and_in_any_order],
         refusals: [nan_is_refused_at_the_commit, nan_is_refused_to_the_learner_who_brings_it],
         waits: [
@@ -214,6 +214,7 @@ mod c_library {
         ],
         settings: [
             settings_show_and_take_effect,
+            bad_settings_change_nothing,
             async_makes_a_version_of_each,
             a_quorum_is_enough,
             the_lead_of_the_fastest_is_bounded,

@@ -25,7 +25,7 @@ pub fn a_name_is_one_learners_at_a_time(way: &Way) {
     assert_ne!(again.id, first.id);
     // The old one is nobody any more, also where it was.
     is_unknown(a.ask(Message::Leave { learner: first.id, reason: LeaveReason::Asked }), first.id);
-    assert!(!a.job.has_learner(first.id) && b.job.has_learner(again.id));
+    assert!(!a.has(first.id) && b.has(again.id));
 }
 
 pub fn strangers_are_unknown(way: &Way) {

@@ -112,7 +112,7 @@ class Files:
 
         Timeout if no version was made for ``control/patience`` seconds, and nobody is waited for.
         """
-        patience = Patience(self.model)
+        patience = Patience(self.model, for_versions=True)
         while True:
             try:
                 return call()

@@ -253,32 +253,64 @@ fn patience_ends_for_a_learner_that_contributes_nothing_and_does_not_say_that_it
     }
 }
 
+/// Waits for a second. Who waits in vain comes again a moment later.
+fn waits_in_vain(bench: &mut Bench, learner: LearnerId) {
+    bench.core.gives_numbers(learner, bench.now);
+    bench.tick(900);
+    bench.core.numbers_are_late(learner, bench.now);
+    bench.tick(100);
+}
+
 #[test]
 fn patience_ends_for_a_learner_whose_numbers_are_waited_for() {
-    let (mut bench, ids) = formed(&[("patience", "10")], &["a", "b"]);
+    for consistency in ["sync", "async", "quorum(1)"] {
+        let settings = [("patience", "10"), ("consistency", consistency), ("lease", "3")];
+        let (mut bench, ids) = formed(&settings, &["a", "b", "c"]);
+        bench.attach(&ids[1..]);
+        for round in 0..3 {
+            for second in 0..9 {
+                waits_in_vain(&mut bench, ids[0].0);
+                waits_in_vain(&mut bench, ids[2].0);
+                let late = bench.core.late(bench.now).map(|(_, late)| late.learners);
+                assert_eq!(late, (second >= 2).then(|| vec!["b".to_owned()]), "{consistency}, {second}");
+                if round == 1 {
+                    // It says that it works.
+                    bench.core.touch(ids[1].0, LifeSign::Works, bench.now);
+                } else if second == 3 {
+                    break;
+                }
+            }
+            for id in [ids[0], ids[2], ids[1]] {
+                bench.core.gives_numbers(id.0, bench.now);
+            }
+            bench.core.numbers_are_reduced(bench.now);
+            assert_eq!((bench.core.late(bench.now), &bench.left[..]), (None, &[][..]), "{consistency}");
+        }
+        // Versions of others end no wait for numbers.
+        for _ in 0..4 {
+            waits_in_vain(&mut bench, ids[0].0);
+            waits_in_vain(&mut bench, ids[2].0);
+            if consistency != "sync" {
+                everything(&mut bench, ids[2], true);
+                bench.reduce_done(true);
+            }
+        }
+        assert_eq!(bench.left, []);
+        waits_in_vain(&mut bench, ids[0].0);
+        waits_in_vain(&mut bench, ids[2].0);
+        assert_eq!(bench.left, [(ids[1].0, LeaveReason::PatienceOver)], "{consistency}");
+    }
+}
+
+#[test]
+fn who_asks_for_numbers_again_and_again_and_contributes_nothing_is_not_waited_for() {
+    let (mut bench, ids) = formed(&[("patience", "4")], &["a", "b"]);
     bench.attach(&ids);
-    // Others wait anew after their own timeouts, and each round that is complete begins another wait.
-    for round in 0..3 {
-        bench.core.gives_numbers(ids[0].0, bench.now);
-        for _ in 0..8 {
-            bench.tick(1_000);
-            bench.core.ends_numbers(ids[0].0);
-            bench.core.gives_numbers(ids[0].0, bench.now);
-        }
-        let (_, late) = bench.core.late(bench.now).expect("a long wait");
-        assert_eq!(late.learners, ["b"]);
-        if round < 2 {
-            bench.core.gives_numbers(ids[1].0, bench.now);
-            bench.core.numbers_are_reduced();
-            assert_eq!(bench.core.late(bench.now), None);
-        }
+    everything(&mut bench, ids[0], true);
+    for _ in 0..4 {
+        assert_eq!(bench.left, []);
+        waits_in_vain(&mut bench, ids[1].0);
     }
-    bench.core.touch(ids[1].0, LifeSign::Works, bench.now);
-    for _ in 0..9 {
-        bench.tick(1_000);
-        assert_eq!(bench.left, [], "it has said that it works");
-    }
-    bench.tick(1_000);
     assert_eq!(bench.left, [(ids[1].0, LeaveReason::PatienceOver)]);
 }
 
