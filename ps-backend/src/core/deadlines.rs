@@ -178,7 +178,10 @@ impl JobCore {
                 let is_over = lasts(member.activity.at, now, patience) && holds_up;
                 is_over.then_some(LeaveReason::PatienceOver)
             }
-            false => lasts(member.last_seen, now, lease).then_some(LeaveReason::LeaseExpired),
+            false => {
+                let is_silent = lasts(member.last_seen, now, lease) && !self.waits.has_numbers_of(learner);
+                is_silent.then_some(LeaveReason::LeaseExpired)
+            }
         };
         let expired: Vec<(LearnerId, LeaveReason)> = self
             .members

@@ -55,6 +55,11 @@ impl Waits {
         self.stall = None;
     }
 
+    /// Whether the learner waits for the numbers of others.
+    pub(super) fn has_numbers_of(&self, learner: LearnerId) -> bool {
+        self.numbers.given.get(&learner).is_some_and(Option::is_none)
+    }
+
     /// The learner has left.
     pub(super) fn forget_numbers(&mut self, learner: LearnerId) {
         self.numbers.given.remove(&learner);

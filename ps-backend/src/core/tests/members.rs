@@ -303,6 +303,20 @@ fn patience_ends_for_a_learner_whose_numbers_are_waited_for() {
 }
 
 #[test]
+fn a_learner_has_a_whole_lease_after_waiting_for_numbers() {
+    let (mut bench, ids) = formed(&[("lease", "2"), ("patience", "600")], &["a", "b"]);
+    bench.attach(&ids[1..]);
+    bench.core.gives_numbers(ids[0].0, bench.now);
+    bench.tick(9_000);
+    bench.core.gives_numbers(ids[1].0, bench.now);
+    bench.core.numbers_are_reduced(bench.now);
+    bench.tick(1_999);
+    assert_eq!(bench.left, []);
+    bench.tick(1);
+    assert_eq!(bench.left, [(ids[0].0, LeaveReason::LeaseExpired)]);
+}
+
+#[test]
 fn who_asks_for_numbers_again_and_again_and_contributes_nothing_is_not_waited_for() {
     let (mut bench, ids) = formed(&[("patience", "4")], &["a", "b"]);
     bench.attach(&ids);
