@@ -103,6 +103,51 @@ def test_changes_since_a_version_are_a_sparse_safetensors_file(start_mount, mode
     assert not [name for name in os.listdir(mount.model / "versions/4") if name.startswith("changes")]
 
 
+@pytest.mark.also_on_network
+def test_changes_are_those_of_the_bytes_that_were_written_last(start_mount, model):
+    """Blocks are compared while others are written, and some of them are written again."""
+    mount = start_mount(model=model, reducer="assign", retain=1, block_size=BLOCK)
+    rng = np.random.default_rng(7)
+    before = mount.weights()
+    for version in range(1, 21):
+        data, tensors = placed(mount, before)
+        for values in tensors.values():
+            bits = values.view(f"<u{values.dtype.itemsize}")
+            bits[rng.random(len(bits)) < rng.choice([0, 0.001, 0.3])] ^= 1
+        fd = os.open(mount.model / "publish", os.O_WRONLY)
+        # All of it, often with other bytes first, in one piece or in many.
+        for drafts in range(version % 4):
+            draft = bytearray(data)
+            draft[::64] = bytes(byte ^ 1 for byte in draft[::64])
+            at = 0 if drafts else int(rng.integers(len(data)))
+            os.pwrite(fd, draft[at : at + 3 * BLOCK], at)
+        piece = int(rng.choice([BLOCK, 3 * BLOCK, len(data)]))
+        for at in range(0, len(data), piece):
+            os.pwrite(fd, data[at : at + piece], at)
+        if version % 3 == 0:
+            os.pwrite(fd, data[100:BLOCK], 100)
+        os.close(fd)
+        mount.wait_for_version(version)
+        assert mount.weights() == bytes(data)
+        check_sparse(mount, changes(mount, version, version - 1), before, bytes(data))
+        before = bytes(data)
+
+
+def test_changes_are_those_since_the_version_before_whoever_publishes_meanwhile(start_mount, model):
+    mount = start_mount(model=model, reducer="assign", retain=2, block_size=BLOCK)
+    for version in range(2, 12, 2):
+        fd = os.open(mount.model / "publish", os.O_WRONLY)
+        data, tensors = placed(mount, mount.weights())
+        tensors["a"].view("<u4")[version::100] ^= 1
+        half = len(data) // 2
+        os.pwrite(fd, data[:half], 0)
+        between = change(mount, version)
+        os.pwrite(fd, data[half:], half)
+        os.close(fd)
+        mount.wait_for_version(version)
+        check_sparse(mount, changes(mount, version, version - 1), between, bytes(data))
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_mounts_over_a_network_ask_all_shards_what_has_changed(cluster, model, gradfs, tmp_path, transport, shards):

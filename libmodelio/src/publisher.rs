@@ -68,7 +68,7 @@ impl Publisher {
         let buffer = job.allocate()?;
         let size = buffer.memory().len() as u64;
         let none = FixedBitSet::with_capacity(job.layout().blocks() as usize);
-        let rewritten = !job.sends_open_weights();
+        let rewritten = !job.uses_open_weights();
         let state =
             PublisherState { suspects: none.clone(), sent: none, rewritten, ..PublisherState::default() };
         let state = Mutex::new(state);

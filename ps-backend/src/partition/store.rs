@@ -17,6 +17,7 @@
 //! [`PartitionStore::begin`] waits until the last job has gone.
 
 mod accumulator;
+mod ahead;
 mod buffer;
 mod builder;
 pub(crate) mod changes;
@@ -55,6 +56,8 @@ use libmodelio::wire::Work;
 use parking_lot::Mutex;
 
 pub use accumulator::Payload;
+use ahead::Ahead;
+pub use ahead::Comparison;
 pub use buffer::EarlyBlock;
 use builder::{How, VersionBuilder};
 use changes::ChangeLog;
@@ -112,6 +115,8 @@ struct Inner {
     state: State,
     /// What has changed in the newest versions.
     changes: ChangeLog,
+    /// New weights that are compared with the newest version while they are written.
+    ahead: Option<Arc<Ahead>>,
     /// Set until version 0 is complete.
     loading: Option<Arc<Newest>>,
     /// Whether masters and optimizer state are loaded, too. Then all of them must come.
@@ -152,6 +157,7 @@ impl PartitionStore {
             versions,
             state,
             changes: ChangeLog::new(layout.size(), KEPT_CHANGES),
+            ahead: None,
             loading: None,
             loads_state: false,
             running: Weak::new(),
@@ -233,8 +239,14 @@ impl PartitionStore {
                 ))
             }
         };
+        let ahead = match &work {
+            Work::Assign { token } => {
+                inner.ahead.take_if(|ahead| ahead.is_of(RegionKey(*token), newest)).into_iter().next()
+            }
+            _ => None,
+        };
         let build = |(written, steps, how)| {
-            let changes = inner.changes.next(layout.blocks());
+            let changes = inner.changes.next(layout.blocks()).map(|changes| (changes, ahead));
             VersionBuilder::new(layout, (&inner.versions, &inner.state), (written, changes), steps, how)
         };
         let builder = made.map(build).transpose()?;
@@ -357,6 +369,31 @@ impl PartitionStore {
     /// From now on, it is known of so many versions what has changed in them.
     pub fn keep_changes(&self, versions: usize) {
         self.shared.inner.lock().changes.keep(versions);
+    }
+
+    /// These blocks of new weights are whole, in a buffer of [`Self::take_buffer`]. Returns how they are compared with the
+    /// newest version, if its changes are recorded. One buffer at a time is compared so.
+    pub fn compare_ahead(&self, buffer: RegionKey, blocks: &[BlockId]) -> Option<Comparison> {
+        let inner = &mut *self.shared.inner.lock();
+        let base = inner.ready().ok().filter(|_| inner.changes.are_kept())?;
+        let memory = inner.versions.lent_memory_of(buffer)?;
+        let is_over = |ahead: &mut Arc<Ahead>| {
+            !ahead.is_of(buffer, base) && inner.versions.lent_memory_of(ahead.buffer()).is_none()
+                || ahead.buffer() == buffer && !ahead.is_of(buffer, base)
+        };
+        inner.ahead.take_if(is_over);
+        let new = || Ahead::new(buffer, base, self.layout().blocks());
+        let ahead = Arc::clone(inner.ahead.get_or_insert_with(new));
+        if !ahead.is_of(buffer, base) {
+            return None;
+        }
+        let base = PinnedVersion::of(&self.shared, inner, Some(base))?;
+        Some(Comparison { ahead, base, memory, blocks: blocks.into() })
+    }
+
+    /// New weights in this buffer are written again: nothing that was found of them counts.
+    pub fn forget_ahead(&self, buffer: RegionKey) {
+        self.shared.inner.lock().ahead.take_if(|ahead| ahead.buffer() == buffer);
     }
 
     /// What has changed after `base` until `version`, if that is known.

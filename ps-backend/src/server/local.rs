@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::bytes::changes::Changed;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::bytes::region::Region;
+use libmodelio::bytes::region::{Region, RegionKey};
 use libmodelio::client::{ClientError, Job};
 use libmodelio::transport::local::{HeldVersion, Mailbox, Pushed, Shard, ShardMemory, SharedBlock};
 use libmodelio::vocabulary::block_map::{BlockMap, MapError};
@@ -221,6 +221,16 @@ impl Shard for LocalShard {
 
     fn take_buffer(&self) -> Result<Region, ShardError> {
         self.partition.store().take_buffer().map_err(|error| ShardError::no_memory(&error))
+    }
+
+    fn wrote(&self, buffer: RegionKey, blocks: &[BlockId]) {
+        if let Some(comparison) = self.partition.store().compare_ahead(buffer, blocks) {
+            self.executor.spawn(Box::new(|| comparison.run()));
+        }
+    }
+
+    fn rewrites(&self, buffer: RegionKey) {
+        self.partition.store().forget_ahead(buffer);
     }
 
     fn state(&self) -> JobState {

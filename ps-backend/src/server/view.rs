@@ -181,6 +181,11 @@ impl Shard for ViewShard {
         }
     }
 
+    // A view records what it was told.
+    fn wrote(&self, _: RegionKey, _: &[BlockId]) {}
+
+    fn rewrites(&self, _: RegionKey) {}
+
     fn changed_since(&self, base: Version, version: Version) -> Option<Vec<Changed>> {
         let since = self.shelf.lock().changes.since(base, version)?;
         let blocks = (0..self.layout.blocks()).map(BlockId);

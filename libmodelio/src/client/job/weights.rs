@@ -153,8 +153,11 @@ impl Job {
         assign(&self.shared, weights, blocks, Meta::default(), Instant::now() + timeout, done);
     }
 
-    /// These blocks of new weights in `buffer` are whole. They may be sent before they are published.
+    /// These blocks of new weights in `buffer` are whole. They may be sent, or compared, before they are published.
     pub(crate) fn wrote_weights(&self, buffer: &Region, blocks: &[BlockId]) {
+        if let Some(local) = self.shared.shards.local() {
+            return local.shard.wrote(buffer.key(), blocks);
+        }
         let mut inner = self.shared.inner.lock();
         let (token, now, mut actions) = (buffer.key().0, self.shared.now(), Vec::new());
         let new = || NewWeights { buffer: buffer.clone(), checked: false, can_show: true };
@@ -169,15 +172,20 @@ impl Job {
 
     /// The program writes new weights in `buffer` again, or gives them up. Blocks that were sent of them do not count.
     pub(crate) fn rewrites_weights(&self, buffer: &Region) {
+        if let Some(local) = self.shared.shards.local() {
+            return local.shard.rewrites(buffer.key());
+        }
         let mut inner = self.shared.inner.lock();
         let mut actions = Vec::new();
         inner.core.rewrites_weights(buffer.key().0, &mut actions);
         self.shared.act(inner, actions);
     }
 
-    /// Whether blocks of new weights may be sent before they are published.
-    pub(crate) fn sends_open_weights(&self) -> bool {
-        !self.shared.shards.read_in_place() && self.layout().size() > u64::from(MAX_SMALL_MODEL)
+    /// Whether blocks of new weights may be sent, or compared, before they are published.
+    pub(crate) fn uses_open_weights(&self) -> bool {
+        let shards = &self.shared.shards;
+        (shards.local().is_some() || !shards.read_in_place())
+            && self.layout().size() > u64::from(MAX_SMALL_MODEL)
     }
 
     /// Takes back `buffer`. True if it was handed out for new weights and not returned yet.

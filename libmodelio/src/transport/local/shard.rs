@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use super::Mailbox;
 use crate::bytes::changes::Changed;
-use crate::bytes::region::Region;
+use crate::bytes::region::{Region, RegionKey};
 use crate::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Version};
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::JobState;
@@ -123,6 +123,13 @@ pub trait Shard: Send + Sync {
     /// # Errors
     /// When too many are in use, or there is no memory.
     fn take_buffer(&self) -> Result<Region, ShardError>;
+
+    /// These blocks of new weights in such a buffer are whole. Their work for the version may begin, unless they are
+    /// [written again](Self::rewrites).
+    fn wrote(&self, buffer: RegionKey, blocks: &[BlockId]);
+
+    /// New weights in the buffer are about to be written again, or are given up.
+    fn rewrites(&self, buffer: RegionKey);
 
     /// The state of the job at this moment.
     fn state(&self) -> JobState;

@@ -21,6 +21,7 @@ use libmodelio::vocabulary::tensor_steps::{ByteSteps, Treatment};
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, INLINE, Payload, within};
+use super::ahead::Ahead;
 use super::buffer::{VOID, VersionBuffer};
 use super::changes::VersionChanges;
 use super::coded::CodedBlock;
@@ -75,8 +76,13 @@ pub(super) struct VersionBuilder {
     changed: Arc<[AtomicU64]>,
     /// What the version changes, if that is recorded.
     pub(super) changes: Option<Arc<VersionChanges>>,
+    /// What is known of that already.
+    ahead: Option<Arc<Ahead>>,
     how: How,
 }
+
+/// The record of what a version changes, and what is known of that already.
+type Recorded = (Arc<VersionChanges>, Option<Arc<Ahead>>);
 
 /// How a version is built.
 #[derive(Clone, Copy, Debug, Default)]
@@ -116,17 +122,18 @@ const IN_PLACE: usize = 2 << 10;
 impl VersionBuilder {
     /// The builder of the next version, whose steps are these. Its state is prepared, if its reducer keeps some. The
     /// version lies in the `written` buffer, which holds new values, or else in the next one. `changes` is the record of
-    /// what the version changes.
+    /// what the version changes, and what is known of that already.
     ///
     /// # Errors
     /// When there is no buffer for the version.
     pub(super) fn new(
         layout: &Arc<ModelLayout>,
         (versions, state): (&Versions, &State),
-        (written, changes): (Option<Arc<VersionBuffer>>, Option<Arc<VersionChanges>>),
+        (written, changes): (Option<Arc<VersionBuffer>>, Option<Recorded>),
         steps: ByteSteps,
         how: How,
     ) -> io::Result<VersionBuilder> {
+        let (changes, ahead) = changes.unzip();
         let buffers = written.or_else(|| versions.back.clone()).zip(versions.newest());
         let Some((back, (newest, front))) = buffers else {
             return Err(io::Error::other("no buffer for the next version"));
@@ -155,6 +162,7 @@ impl VersionBuilder {
             new_state: Arc::clone(&state.copies[state.copies.len() - 1]),
             changed: Arc::clone(&versions.changed),
             changes,
+            ahead: ahead.flatten(),
             how,
         })
     }
@@ -182,15 +190,16 @@ impl VersionBuilder {
                 return true;
             }
             self.mark(block, VOID);
-            let finite = match terms {
+            let (finite, known) = match terms {
                 [Term::Sent(payload)] if self.lies_here(block, *payload) => {
                     self.carry_state(block, |_| false);
-                    checked || !self.how.check || payload.is_finite(&self.layout, block)
+                    let finite = checked || !self.how.check || payload.is_finite(&self.layout, block);
+                    (finite, self.ahead.as_ref().and_then(|ahead| ahead.take(block)))
                 }
-                _ => self.compute(block, steps, terms, written),
+                _ => (self.compute(block, steps, terms, written), None),
             };
             if finite {
-                self.approve(block);
+                self.approve_as(block, known);
             }
             finite
         }
@@ -299,9 +308,14 @@ impl VersionBuilder {
 
     /// The block counts as it was built, finite or not. It belongs to this thread.
     pub(super) fn approve(&self, block: BlockId) {
+        self.approve_as(block, None);
+    }
+
+    /// The same of a block of which it may be known what has changed.
+    fn approve_as(&self, block: BlockId, known: Option<Changed>) {
         self.mark(block, self.version.0);
         if let Some(changes) = &self.changes {
-            changes.set(block, self.compare(block));
+            changes.set(block, known.unwrap_or_else(|| self.compare(block)));
         }
     }
 

@@ -76,9 +76,14 @@ impl ChangeLog {
         self.trim();
     }
 
+    /// Whether records are kept.
+    pub(crate) fn are_kept(&self) -> bool {
+        self.keep > 0
+    }
+
     /// The record of the next version, if one is kept.
     pub(crate) fn next(&self, blocks: u32) -> Option<Arc<VersionChanges>> {
-        (self.keep > 0).then(|| VersionChanges::new(blocks))
+        self.are_kept().then(|| VersionChanges::new(blocks))
     }
 
     /// A version is published. `changes` say what has changed since the number before it, if anybody knows.

@@ -347,10 +347,15 @@ impl Versions {
         Ok(region)
     }
 
-    /// The buffer of this key that [`Self::take_buffer`] gave, if it is still in use.
-    pub(super) fn lent(&self, key: RegionKey) -> Option<Arc<VersionBuffer>> {
+    /// The memory of this key that [`Self::take_buffer`] gave, if it is still in use.
+    pub(super) fn lent_memory_of(&self, key: RegionKey) -> Option<Arc<Mapping>> {
         let (_, memory) = self.lent.iter().find(|(lent, _)| *lent == key)?;
-        let region = Region::new(memory.upgrade()?, key);
+        memory.upgrade()
+    }
+
+    /// The same as a buffer.
+    pub(super) fn lent(&self, key: RegionKey) -> Option<Arc<VersionBuffer>> {
+        let region = Region::new(self.lent_memory_of(key)?, key);
         Some(Arc::new(VersionBuffer::new(region, self.layout.blocks(), VOID)))
     }
 
