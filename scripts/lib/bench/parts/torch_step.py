@@ -1,4 +1,5 @@
-"""A rank of the suite torch: `torch_step.py SOCKET KIND NETWORK BATCH`, for KIND ddp or gradfs.
+"""A rank of the suite torch: `torch_step.py SOCKET KIND NETWORK SIZE`, for KIND ddp or gradfs. SIZE is the words of a
+rank's text, or the number of its images.
 
 It obeys lines from the socket and answers each with a line of JSON: `step N` trains so many steps and gives the seconds of
 each and of opt.step() therein, `local N` gives those of forward and backward without communication and optimizer, and
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, relu
 
-# Of the transformer: words, whose table is its last layer, too; width, heads, layers, words of a text. Then of the ResNet.
-WORDS, WIDTH, HEADS, LAYERS, LENGTH = 15360, 512, 8, 8, 64
+# Of the transformer: words, whose table is its last layer, too; width, heads, layers, most words of a text. Then of the
+# ResNet.
+WORDS, WIDTH, HEADS, LAYERS, LENGTH = 15360, 512, 8, 8, 512
 CHANNELS, CLASSES = (64, 128, 256, 512), 10
 RATE, BATCHES = 1e-4, 4
 
@@ -25,17 +27,19 @@ class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True)
-        self.layers, self.mask = nn.TransformerEncoder(layer, LAYERS), nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        self.layers = nn.TransformerEncoder(layer, LAYERS)
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         nn.init.normal_(self.words.weight, std=0.02)
 
     def forward(self, x):
-        x = self.layers(self.words(x) + self.places.weight, self.mask, is_causal=True)
+        length = x.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        x = self.layers(self.words(x) + self.places.weight[:length], mask, is_causal=True)
         return (x @ self.words.weight.T).flatten(0, 1)
 
     @staticmethod
-    def data(count, random):
-        return [torch.randint(WORDS, shape, generator=random) for shape in ((count, LENGTH), (count * LENGTH,))]
+    def data(words, random):
+        return [torch.randint(WORDS, shape, generator=random) for shape in ((1, words), (words,))]
 
 
 def convolution(before, after, size=3):
@@ -71,7 +75,7 @@ class ResNet(nn.Sequential):
 class Rank:
     """A network in training."""
 
-    def __init__(self, kind, network, batch):
+    def __init__(self, kind, network, size):
         torch.manual_seed(0)
         self.network, self.done = network(), 0
         self.opt = torch.optim.AdamW(self.network.parameters(), lr=RATE, fused=True)
@@ -83,7 +87,7 @@ class Rank:
             self.module = self.job.DistributedDataParallel(self.network)
             self.opt = self.job.remote(self.opt, self.module)
         seeds = [0, *(BATCHES * self.job.get_rank() + n for n in range(1, BATCHES + 1))]
-        self.shared, *self.batches = (network.data(batch, torch.Generator().manual_seed(seed)) for seed in seeds)
+        self.shared, *self.batches = (network.data(size, torch.Generator().manual_seed(seed)) for seed in seeds)
 
     def step(self):
         self.done += 1
@@ -107,9 +111,9 @@ class Rank:
         return cross_entropy(self.network(self.shared[0]), self.shared[1]).item(), getattr(self.opt, "staging", "")
 
 
-def main(path, kind, network, batch):
+def main(path, kind, network, size):
     torch.set_num_threads(1)
-    rank = Rank(kind, {"transformer": Transformer, "resnet": ResNet}[network], int(batch))
+    rank = Rank(kind, {"transformer": Transformer, "resnet": ResNet}[network], int(size))
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     with connection, connection.makefile("rw") as lines:

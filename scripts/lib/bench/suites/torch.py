@@ -9,8 +9,8 @@ started by `python -m gradfs.launch`. DDP has gradient_as_bucket_view=True. A st
   torch_memory_vs_ddp       memory of all its processes, the daemon included, over DDP's; it is proportional (PSS), but each
                             memfd counts once and whole, whoever maps it
 
-Batches are such that communication and the optimizer take 25 to 35% of DDP's step. What they took is printed: forward and
-backward alone have turns, too. In the end a batch has one loss on all ranks of a job, and nearly that with the other one.
+Batches are such that communication and the optimizer take 25 to 35% of DDP's step: DDP alone is tried first. What they took
+is printed: forward and backward alone have turns, too. In the end a batch has one loss on all ranks of a job, and nearly that with the other one.
 """
 
 import json
@@ -32,9 +32,9 @@ from bench import jobs
 
 QUICK = "the transformer with two processes alone: below 45 s once it is built"
 STEP = ROOT / "scripts" / "lib" / "bench" / "parts" / "torch_step.py"
-# Texts or images of a rank in a step.
-BATCHES = {("transformer", 2): 1, ("resnet", 2): 2, ("transformer", 4): 1, ("resnet", 4): 2}
-SHARE, NEAR = (0.25, 0.35), 0.02
+# Words of a rank's text, or its images, with which DDP is tried; and what these are multiples of.
+TRIED = {("transformer", 2): (64, 8), ("resnet", 2): (2, 1), ("transformer", 4): (64, 8), ("resnet", 4): (2, 1)}
+SHARE, AIM, NEAR = (0.25, 0.35), 0.32, 0.02
 # Steps: gradfs tries both of its ways of staging in the first twelve.
 WARM_UP, TURN = 14, 3
 
@@ -42,12 +42,12 @@ WARM_UP, TURN = 14, 3
 class Job:
     """The ranks of a job and their launcher. They end with `stack`."""
 
-    def __init__(self, stack, bench, binary, kind, network, ranks):
-        self.directory, self.lines = bench.work / f"{network}-{ranks}-{kind}", []
+    def __init__(self, stack, bench, binary, kind, network, ranks, size):
+        self.directory, self.lines = bench.work / f"{network}-{ranks}-{kind}-{size}", []
         self.directory.mkdir()
         path = self.directory / "suite"
         command = [own_python(), "-m", "gradfs.launch", "--job-dir", self.directory, "-n", ranks]
-        command += [STEP, path, kind, network, BATCHES[network, ranks]]
+        command += [STEP, path, kind, network, size]
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python"), "GRADFS_BIN": str(binary)}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
@@ -96,10 +96,22 @@ class Job:
         return sums["Pss_Anon"] + sums["Pss_File"] + max(sums["Pss_Shmem"], sum(memfds.values()))
 
 
+def fitting(bench, binary, network, ranks):
+    """The size with which communication and the optimizer take their share of DDP's step."""
+    tried, unit = TRIED[network, ranks]
+    with ExitStack() as stack:
+        job = Job(stack, bench, binary, "ddp", network, ranks, tried)
+        job.ask("step", 3)
+        step, local = (statistics.median(max(each)[0] for each in job.ask(what, 5)) for what in ("step", "local"))
+    wanted = (step - local) * (1 / AIM - 1)
+    return max(unit, round(tried * wanted / local / unit) * unit)
+
+
 def measure(bench, binary, network, ranks):
     """Both jobs in turn: the ratio of steps, the share of opt.step(), the ratio of memory, and other figures."""
+    size = fitting(bench, binary, network, ranks)
     with ExitStack() as stack:
-        both = ddp, gradfs = [Job(stack, bench, binary, kind, network, ranks) for kind in ("ddp", "gradfs")]
+        both = ddp, gradfs = [Job(stack, bench, binary, kind, network, ranks, size) for kind in ("ddp", "gradfs")]
         for job in both:
             job.ask("step", WARM_UP)
         theirs, ours = (job.memory() for job in both)
@@ -111,8 +123,9 @@ def measure(bench, binary, network, ranks):
         raise Failed(f"{network}: ranks of DDP and of gradfs have different weights, with losses and ways: {checks}")
     seconds = jobs.medians({name: [max(step)[0] for step in steps] for name, steps in found.items()})
     io = statistics.median(part / whole for step in found["gradfs"] for whole, part in step)
-    share, name, batch = 1 - seconds["local"] / seconds["ddp"], f"torch_{network}_{ranks}", BATCHES[network, ranks]
-    words = f"{network}, {ddp.parameters / 1e6:.1f}M parameters, {ranks} processes, batch {batch}, {staging}: opt.step() takes"
+    share, name = 1 - seconds["local"] / seconds["ddp"], f"torch_{network}_{ranks}"
+    of = f"{size} words" if network == "transformer" else f"{size} images"
+    words = f"{network}, {ddp.parameters / 1e6:.1f}M parameters, {ranks} processes, {of}, {staging}: opt.step() takes"
     words += f" {io:.0%} of a step of gradfs; communication and optimizer take {share:.0%} of DDP's"
     print(words if SHARE[0] <= share <= SHARE[1] else f"{words}, and should take 25 to 35%", flush=True)
     figures = [Figure(f"{name}_{kind}_ms", value * 1e3, "ms") for kind, value in seconds.items()]
@@ -127,7 +140,7 @@ def run(bench):
     binary = bench.gradfs().resolve()
     require_memory((5 if bench.quick else 10) * GIB)
     rows, ios, memories, figures = [], [], [], []
-    for network, ranks in list(BATCHES)[: 1 if bench.quick else None]:
+    for network, ranks in list(TRIED)[: 1 if bench.quick else None]:
         say(f"{network} with {ranks} processes")
         for all_of, one in zip((rows, ios, memories, figures), measure(bench, binary, network, ranks)):
             all_of.append(one)
