@@ -41,10 +41,10 @@ class Control(MutableMapping[str, Any]):
         with explained(f"control/{name} = {text!r}", self._model, words=False):
             try:
                 self._place.write(self._path(name), f"{text}\n" if text or name not in _LISTS else "")
-            except Worded:
-                raise
             except OSError as error:
-                raise self._missing(name, error, self._reason(name)) from None
+                if error.errno == errno.EINVAL and not isinstance(error, Worded):
+                    error = Worded(errno.EINVAL, f"{error.strerror}: {self._reason(name)}")
+                raise self._missing(name, error) from None
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("a setting cannot be deleted: write another value")
@@ -84,10 +84,8 @@ class Control(MutableMapping[str, Any]):
                 return words
         return "the log of the mount says why"
 
-    def _missing(self, name: str, error: OSError, reason: str | None = None) -> BaseException:
-        if error.errno == errno.ENOENT and list(self):
-            return self._unknown(name)
-        return Worded(error.errno, f"{error.strerror}: {reason}") if reason and error.errno == errno.EINVAL else error
+    def _missing(self, name: str, error: OSError) -> BaseException:
+        return self._unknown(name) if error.errno == errno.ENOENT and list(self) else error
 
     def _unknown(self, name: str) -> BaseException:
         near = difflib.get_close_matches(name, list(self), 1)

@@ -46,7 +46,11 @@ def test_a_wrong_value_is_refused_with_words_and_changes_nothing(control):
 
 
 def test_an_unknown_setting_is_a_key_error_with_the_nearest_name(control):
-    for use in lambda: control["learning_rat"], lambda: control.update(learning_rat=1):
+    for use in (
+        lambda: control["learning_rat"],
+        lambda: control.update(learning_rat=1),
+        lambda: control.__setitem__("learning_rat", 1),
+    ):
         with pytest.raises(KeyError, match="did you mean 'learning_rate'"):
             use()
     with pytest.raises(KeyError, match="there is no setting '../version'"):

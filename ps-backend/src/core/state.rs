@@ -73,7 +73,7 @@ impl Activity {
         }
     }
 
-    /// Its program says so, whatever it has taken back.
+    /// The program says that it works, whatever it has taken back.
     pub(super) fn works(&mut self, now: Now) {
         self.at = now;
     }

@@ -30,9 +30,9 @@ pub(super) struct Waits {
 /// The waits for numbers that all learners give: [`JobCore::gives_numbers`]. They have nothing to do with versions.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Numbers {
-    /// Since when somebody has waited, with pauses.
+    /// The beginning of the wait, which may have pauses.
     since: Option<Now>,
-    /// Who has given theirs, and waits. If the wait was in vain, since when: they may come again.
+    /// The learners that have given numbers and wait. A time says since when one has waited in vain: it may come again.
     given: BTreeMap<LearnerId, Option<Now>>,
 }
 

@@ -240,9 +240,7 @@ impl PartitionStore {
             }
         };
         let ahead = match &work {
-            Work::Assign { token } => {
-                inner.ahead.take_if(|ahead| ahead.is_of(RegionKey(*token), newest)).into_iter().next()
-            }
+            Work::Assign { token } => inner.ahead.take_if(|ahead| ahead.is_of(RegionKey(*token), newest)),
             _ => None,
         };
         let build = |(written, steps, how)| {
@@ -377,9 +375,10 @@ impl PartitionStore {
         let inner = &mut *self.shared.inner.lock();
         let base = inner.ready().ok().filter(|_| inner.changes.are_kept())?;
         let memory = inner.versions.lent_memory_of(buffer)?;
+        // Another buffer has the room as long as it is written for the same version.
         let is_over = |ahead: &mut Arc<Ahead>| {
-            !ahead.is_of(buffer, base) && inner.versions.lent_memory_of(ahead.buffer()).is_none()
-                || ahead.buffer() == buffer && !ahead.is_of(buffer, base)
+            let other = ahead.buffer();
+            !ahead.is_of(other, base) || other != buffer && inner.versions.lent_memory_of(other).is_none()
         };
         inner.ahead.take_if(is_over);
         let new = || Ahead::new(buffer, base, self.layout().blocks());

@@ -15,7 +15,7 @@ use libmodelio::vocabulary::controls::ControlError;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::shard_error::ShardError;
-// It has the symbols below.
+// This crate has the symbols below.
 use modelio as _;
 
 use crate::site::{LONG, Message, Reply};
@@ -133,12 +133,17 @@ fn taken(weights: Handle) -> (Version, Vec<u8>) {
     (Version(info.version), bytes)
 }
 
+/// The text of a file.
+fn text(handle: Handle, file: &str) -> String {
+    let (file, mut text) = (CString::new(file).unwrap(), vec![0u8; 4096]);
+    // SAFETY: a handle, a string, and so many bytes.
+    let length = unsafe { modelio_get(handle, file.as_ptr(), text.as_mut_ptr().cast(), text.len()) };
+    String::from_utf8(text[..usize::try_from(length).unwrap()].to_vec()).unwrap()
+}
+
 /// What `status` of a learner says.
 fn incarnation(learner: Handle) -> Incarnation {
-    let mut text = vec![0u8; 4096];
-    // SAFETY: a handle, a string, and so many bytes.
-    let length = unsafe { modelio_get(learner, c"status".as_ptr(), text.as_mut_ptr().cast(), text.len()) };
-    let text = String::from_utf8(text[..length as usize].to_vec()).unwrap();
+    let text = text(learner, "status");
     let number = text.lines().find_map(|line| line.strip_prefix("incarnation: ")).expect("an incarnation");
     Incarnation(number.parse().unwrap())
 }
@@ -305,6 +310,10 @@ impl Model {
         let Some(before) = version.checked_sub(1) else { return };
         // SAFETY: a handle, and a place.
         checked(unsafe { modelio_wait_version(self.handle, before, milliseconds(LONG), &mut 0) }).unwrap();
+    }
+
+    pub fn setting(&self, name: &str) -> String {
+        text(self.handle, &format!("control/{name}")).trim_end().to_owned()
     }
 
     pub fn set(&self, name: &str, value: &str) -> Result<(), SetError> {

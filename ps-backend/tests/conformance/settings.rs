@@ -1,7 +1,7 @@
 //! Settings: they are the whole job's, count from the next version, and decide what a version waits for.
 
 use libmodelio::client::SetError;
-use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
+use libmodelio::vocabulary::controls::{ControlError, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::phase::JobPhase;
@@ -13,24 +13,20 @@ pub fn settings_show_and_take_effect(way: &Way) {
     let (_site, [a, b]) =
         way.job(&[("reducer", "sgd"), ("learning_rate", "0.5"), ("retain", "3")]).two_ends();
     for end in [&a, &b] {
-        let controls = end.job.controls();
-        assert_eq!(controls.get("learning_rate").as_deref(), Some("0.5"));
-        assert_eq!(controls.get("retain").as_deref(), Some("3"));
+        assert_eq!((&*end.setting("learning_rate"), &*end.setting("retain")), ("0.5", "3"));
     }
     let learner = a.join("a");
     learner.makes(1.0, 1, -0.5);
     b.set("learning_rate", " 2\n").unwrap();
-    assert_eq!(b.job.controls().get("learning_rate").as_deref(), Some("2"));
+    assert_eq!(b.setting("learning_rate"), "2");
     learner.makes(1.0, 2, -2.5);
-    until("it shows at the other end", || a.job.controls().get("learning_rate").as_deref() == Some("2"));
+    until("it shows at the other end", || a.setting("learning_rate") == "2");
 }
 
 pub fn bad_settings_change_nothing(way: &Way) {
     let (_site, end) = way.job(&[("reducer", "sgd")]).one_end();
-    let all = |controls: &Controls| {
-        SETTINGS.iter().map(|(name, _)| controls.get(name).unwrap()).collect::<Vec<_>>()
-    };
-    let before = all(&end.job.controls());
+    let all = || SETTINGS.iter().map(|(name, _)| end.setting(name)).collect::<Vec<_>>();
+    let before = all();
     for (name, value) in
         [("learning_rate", "fast"), ("reducer", "sgdd"), ("max_versions", "-1"), ("retain", "")]
     {
@@ -43,7 +39,7 @@ pub fn bad_settings_change_nothing(way: &Way) {
     let refused = end.set("deterministic", "true");
     assert!(matches!(refused, Err(SetError::Refused(ControlError::Conflict(_)))), "{refused:?}");
     end.set("consistency", "sync").unwrap();
-    assert_eq!(all(&end.job.controls()), before);
+    assert_eq!(all(), before);
 }
 
 pub fn async_makes_a_version_of_each(way: &Way) {
