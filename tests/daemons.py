@@ -18,6 +18,8 @@ from patience import HANGS
 from refusals import ONE, small  # noqa: F401
 
 NOBODY = 65534
+# What a mount namespace of one's own begins with. It has copies of all mounts, which would keep other tests' daemons alive.
+LETS_GO = "umount -alt fuse.gradfs"
 GONE = {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED}
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting something else takes root")
@@ -117,7 +119,7 @@ def in_namespace(place, setup, script):
     os.chown(root, NOBODY, NOBODY)
     up = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups {binary} up --size 64KiB --reducer sum --no-passthrough"
     return subprocess.run(
-        ["unshare", "-m", "sh", "-c", f"up='{up}'; {setup} && {{ {script}; }}", binary, root, scratch],
+        ["unshare", "-m", "sh", "-c", f"{LETS_GO}; up='{up}'; {setup} && {{ {script}; }}", binary, root, scratch],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, cwd="/", check=False,
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import gradfs_binary, ran, write_all
-from daemons import ONE, as_root, in_namespace, is_mounted, place_for_all
+from daemons import LETS_GO, ONE, as_root, in_namespace, is_mounted, place_for_all
 from filetools import write_safetensors
 from patience import HANGS
 
@@ -153,11 +153,11 @@ def test_failures_are_those_of_the_foreground__a_daemon_that_is_killed(starting)
 def test_the_log_is_lines_of_text_or_json__in_the_background(mnt):
     """And holds what the daemon says once it is ready."""
     script = """
-        mount -t tmpfs none /var/log && "$0" up --background --size 64KiB "$1" || exit 1
+        $LETS_GO && mount -t tmpfs none /var/log && "$0" up --background --size 64KiB "$1" || exit 1
         echo fast | tee "$1/model/control/learning_rate" 2>/dev/null && exit 1
         "$0" unmount "$1" && cat /var/log/gradfs/*.log && ls /var/log/gradfs
     """
-    done = ran(["unshare", "-m", "sh", "-c", script, gradfs_binary(), mnt])
+    done = ran(["unshare", "-m", "sh", "-c", script.replace("$LETS_GO", LETS_GO), gradfs_binary(), mnt])
     assert done.returncode == 0, done
     *_, name = done.stdout.splitlines()
     assert name == "up" + str(mnt).replace("/", "-")[:61] + ".log", done

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +159,23 @@ def test_unmount_with_files_open_is_refused_unless_it_is_lazy(start_mount, gradf
     os.pwrite(gradients, ONE, 0)
     os.close(gradients)
     os.close(weights)
+    assert mount.process.wait(300) == 0, mount.stderr()
+
+
+@as_root
+def test_unmount_names_a_process_that_has_a_copy_of_the_mount(start_mount, gradfs):
+    mount = small(start_mount)
+    # Of other tests' mounts it keeps none.
+    script = 'findmnt -nrt fuse.gradfs -o TARGET | grep -vxF "$0" | xargs -r umount -l; exec sleep infinity'
+    with subprocess.Popen(["unshare", "--mount", "sh", "-c", script, mount.root]) as other:
+        try:
+            eventually(lambda: Path(f"/proc/{other.pid}/comm").read_text() == "sleep\n")
+            assert str(mount.root) in Path(f"/proc/{other.pid}/mountinfo").read_text()
+            done = gradfs("unmount", mount.root)
+            assert done.returncode == 1 and f"pid {other.pid} (sleep) has a copy of the mount" in done.stderr, done
+            assert not is_mounted(mount.root) and mount.running()
+        finally:
+            other.kill()
     assert mount.process.wait(300) == 0, mount.stderr()
 
 

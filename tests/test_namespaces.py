@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import ran
 
-from daemons import BLOCK, ONE, child
+from daemons import BLOCK, LETS_GO, ONE, child
 from filetools import fails
 
 # The mount is seen only in there, so what looks at it runs there too.
@@ -33,7 +33,7 @@ def in_namespaces(child):
     """
 
     def start(code, reducer, *flags):
-        under = ["unshare", *flags, "--fork", "--kill-child"]
+        under = ["unshare", *flags, "--fork", "--kill-child", "sh", "-c", f'{LETS_GO}; exec "$@"', "sh"]
         try:
             tried = ran([*under, "true"])
         except FileNotFoundError:

@@ -111,7 +111,7 @@ pub fn unmount(path: &Path, lazy: bool) -> Result<(), Error> {
 fn unmount_with(path: &Path, lazy: bool, lock_directories: &[PathBuf]) -> Result<(), Error> {
     let path = resolve(path, |_| LIST_MOUNTS.into())?;
     let shown = path.display();
-    match topmost(&path)? {
+    let device = match topmost(&path)? {
         None => {
             return Err(Error::new(format!("nothing is mounted on {shown}")).hint(LIST_MOUNTS));
         }
@@ -119,8 +119,8 @@ fn unmount_with(path: &Path, lazy: bool, lock_directories: &[PathBuf]) -> Result
             return Err(Error::new(format!("{shown} is a mount of {mount}, not of gradfs"))
                 .hint(format!("if you are sure: umount {shown}")));
         }
-        Some(_) => {}
-    }
+        Some(mount) => mount.device,
+    };
     if probe(&path) == Probe::Dead {
         return clear_dead(&path);
     }
@@ -140,7 +140,13 @@ fn unmount_with(path: &Path, lazy: bool, lock_directories: &[PathBuf]) -> Result
     while lock::holder(&path, lock_directories).as_ref() == Some(&held) {
         if Instant::now() > deadline {
             let message = format!("{shown} is unmounted, but {held} has not ended");
-            return Err(Error::new(message).hint("see its log; it may be writing a checkpoint"));
+            let hint = mountinfo::elsewhere(&device).map_or_else(
+                || "see its log; it may be writing a checkpoint".to_owned(),
+                |process| {
+                    format!("{process} has a copy of the mount in its mount namespace: end it, or {held}")
+                },
+            );
+            return Err(Error::new(message).hint(hint));
         }
         thread::sleep(Duration::from_millis(10));
     }

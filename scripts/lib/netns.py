@@ -209,7 +209,8 @@ class Hosts:
             self._condition(switch)
         for host in self.names:
             keeper = ["nsenter", f"--net={NAMED / self.namespace(host)}", "unshare", "--mount", "--uts"]
-            script = f"echo {host} >/proc/sys/kernel/hostname; echo ready; exec sleep infinity"
+            # Copies of other mounts would keep their daemons alive.
+            script = f"umount -alt fuse.gradfs; echo {host} >/proc/sys/kernel/hostname; echo ready; exec sleep infinity"
             output = self.scratch / f"{host}.keeper"
             self._keepers[host] = Program([*keeper, "sh", "-c", script], output, f"host {host}")
         for keeper in self._keepers.values():

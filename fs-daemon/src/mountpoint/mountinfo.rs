@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fmt;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read, Seek};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
@@ -76,6 +76,17 @@ pub fn containing(path: &Path) -> io::Result<Option<Mount>> {
     // max_by_key takes the last of equals.
     let within = OpenTable::open()?.read()?.into_iter().filter(|mount| path.starts_with(&mount.point));
     Ok(within.max_by_key(|mount| mount.point.components().count()))
+}
+
+/// A process that has the mount of this device in a mount namespace of its own, of those that we may look at.
+pub fn elsewhere(device: &str) -> Option<String> {
+    let has_it = |process: &PathBuf| {
+        let table = fs::read(process.join("mountinfo")).unwrap_or_default();
+        parse(&table).iter().any(|mount| mount.device == device)
+    };
+    let found = fs::read_dir("/proc").ok()?.flatten().map(|entry| entry.path()).find(has_it)?;
+    let command = fs::read_to_string(found.join("comm")).unwrap_or_default();
+    Some(format!("pid {} ({})", found.file_name()?.display(), command.trim_end()))
 }
 
 fn parse(table: &[u8]) -> Vec<Mount> {
