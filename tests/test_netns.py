@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 from conftest import REPOSITORY, gradfs_binary, ran
 from patience import HANGS
@@ -121,6 +123,33 @@ def test_a_partition_longer_than_the_lease_makes_the_others_go_on(cluster):
     assert cut_off["failed"] and 5 <= cut_off["taken"] < 40, cut_off
     ends = [outcome(two, 40, taken) for taken in (cut_off["taken"], cut_off["taken"] + 1)]
     assert [end["wrong"] for end in ends].count(0) == 1, ends
+
+
+def test_what_has_changed_is_compressed_where_the_link_is_behind(cluster, tmp_path):
+    size, share, file = 16 << 20, 0.1, tmp_path / "weights"
+    two = cluster(1, 2, size=size, dtype="bf16", reducer="assign", timeout=200)
+    two.hosts.limit(50e6)
+    values = np.random.default_rng(0).normal(0, 0.02, size // 2).astype(ml_dtypes.bfloat16).view("u2")
+
+    def publish(version):
+        values.tofile(file)
+        before = two.hosts.sent("learner0")
+        reader = two.hosts.work("learner1", "sync.py", "read", two.model("learner1"), version, file)
+        reader.wait_for("waits")
+        two.hosts.work("learner0", "sync.py", "publish", two.model("learner0"), file).found(HANGS)
+        # It has compared all bytes.
+        reader.found(HANGS)
+        return two.hosts.sent("learner0") - before
+
+    first = publish(1)
+    assert first >= size, first / size
+    sent = []
+    for version in range(2, 6):
+        changed = np.random.default_rng(version).permutation(len(values))[: int(share * len(values))]
+        values[changed] ^= 1
+        # Each goes as the gap before it and its value.
+        sent.append(publish(version) / (3 * len(changed)))
+    assert 0.4 < min(sent) < 0.85, sent
 
 
 def test_hosts_are_gone_when_it_is_interrupted(tmp_path):

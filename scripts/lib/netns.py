@@ -178,6 +178,11 @@ class Hosts:
         """Starts a program of lib/work there, with a task and its arguments."""
         return self.start(host, [own_python(), WORK / program, *words], env, f"{words[0]} on {host}")
 
+    def sent(self, host):
+        """Bytes that a host has sent, with their headers."""
+        lines = self.start(host, ["cat", "/proc/net/dev"]).finish(COMMAND_DEADLINE).splitlines()
+        return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
+
     # What becomes of their links.
 
     def set_port(self, host, state, check=True):

@@ -12,6 +12,7 @@
 //! | `sending` | frames that are sent (`unsafe`) |
 //! | `arriving` | the payload that is being received (`unsafe`) |
 //! | `reading` | frames that are received (`unsafe`) |
+//! | `pace` | when patches are compressed |
 //! | `progress`, `watch` | deadlines, among them that of a frame under way |
 //! | `framed` | a conversation as a stream |
 
@@ -19,6 +20,7 @@ mod arriving;
 mod conversation;
 mod framed;
 mod link;
+mod pace;
 mod progress;
 mod reading;
 mod sending;

@@ -10,10 +10,12 @@ use std::ops::Range;
 use crate::bytes::kernels;
 use crate::vocabulary::ids::BlockId;
 
+mod packed;
 mod positions;
 mod runs;
 mod union;
 
+pub use packed::packed;
 use positions::{Gaps, Positions, shift_of};
 pub use runs::{Runs, RunsBuilder};
 pub use union::Union;
@@ -46,6 +48,9 @@ pub enum PatchError {
     /// The patch changes bytes that the block does not have.
     #[error("the patch goes beyond the block")]
     Beyond,
+    /// The patch is compressed, and cannot be read.
+    #[error("the patch cannot be unpacked")]
+    Packed,
 }
 
 /// The bytes before the positions: the unit's size and the form, the number of units, the bytes of the positions.
@@ -139,13 +144,14 @@ impl Changed {
         is_shorter
     }
 
-    /// Applies a patch to the block that it was made for. Returns what has changed. After an error, the contents of the
+    /// Applies a patch, which may be [`packed`], to the block that it was made for. Returns what has changed. After an error, the contents of the
     /// block are void.
     ///
     /// # Errors
     /// [`PatchError`].
     pub fn apply(patch: &[u8], block: &mut [u8]) -> Result<Changed, PatchError> {
-        let (positions, values) = Positions::of_patch(patch, block.len())?;
+        let patch = packed::unpacked(patch, block.len())?;
+        let (positions, values) = Positions::of_patch(&patch, block.len())?;
         positions.write(values, block)?;
         Ok(if positions.is_empty() { Changed::Nothing } else { Changed::Some(Units(positions)) })
     }

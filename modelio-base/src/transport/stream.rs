@@ -9,6 +9,7 @@
 //! | `close` | why a connection ends |
 //! | `connection` | what other threads wake and close a stream by |
 //! | `in_use` | what a TCP socket uses, for status and log |
+//! | `traffic` | how a TCP socket's bytes get on (`unsafe`) |
 //! | `slices` | lists of memory that a driver reads and writes (`unsafe`) |
 //! | `buffer` | memory that a stream owns (`unsafe`) |
 //! | `loan` | payload where it lies, lent to a connection (`unsafe`) |
@@ -19,6 +20,7 @@ mod connection;
 mod in_use;
 mod loan;
 mod slices;
+mod traffic;
 
 use std::time::Instant;
 
@@ -28,6 +30,7 @@ pub use connection::{Connection, ConnectionState, ServingThread, Token};
 pub use in_use::{InUse, congestion_name, in_use, is_same_host};
 pub use loan::{Guard, LentPayload, Target};
 pub use slices::{ReceiveSlices, SLICES_MAX, SendSlices};
+pub use traffic::Traffic;
 
 /// One end of a byte stream. One thread at a time, that of its reactor, makes all calls. None may block.
 ///

@@ -141,7 +141,7 @@ impl<C: Conversation> Stream for Framed<C> {
             said.or_else(|| if farewell.is_none() { conversation.next() } else { None })
         };
         let rest = link.begin();
-        self.sending.fill(out, rest, next);
+        self.sending.fill(out, rest, next, || link.traffic());
         // Without bytes the driver has nothing to do. What was handed out before has gone by now.
         if out.bytes() == 0 && farewell.is_none() {
             link.rests();

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, send};
 use parking_lot::Mutex;
 
-use crate::transport::stream::{Close, Connection, LentPayload};
+use crate::transport::stream::{Close, Connection, LentPayload, Traffic};
 use crate::vocabulary::ids::Epoch;
 use crate::wire::{self, Message, Payload};
 
@@ -37,6 +37,15 @@ impl Outgoing {
     /// A message without a payload.
     pub fn new(request: u64, message: Message) -> Outgoing {
         Outgoing { message, request, epoch: Epoch(0), payload: None }
+    }
+
+    /// What its payload brings of a block that has changed. None if that is no patch.
+    pub(super) fn patch(&mut self) -> Option<&mut LentPayload> {
+        let is_patch = matches!(
+            self.message,
+            Message::Changes { .. } | Message::ChangesAhead { .. } | Message::PushChanges { .. }
+        );
+        self.payload.as_mut().filter(|_| is_patch)
     }
 
     /// Length and checksum of the payload.
@@ -214,6 +223,11 @@ impl Link {
         if let Some(connection) = self.0.connection.get() {
             connection.expect_much();
         }
+    }
+
+    /// How its bytes get on, if they go through TCP to another host.
+    pub(super) fn traffic(&self) -> Option<Traffic> {
+        self.0.connection.get().and_then(Connection::traffic)
     }
 
     /// A number that identifies the thread that serves the connection; 0 before it is opened.

@@ -3,8 +3,12 @@
 //!
 //! This module holds `unsafe`: it hands heads and payloads to the driver that moves the bytes.
 
+use std::time::Instant;
+
 use super::link::Outgoing;
-use crate::transport::stream::{Buffer, SendSlices};
+use super::pace::Pace;
+use crate::bytes::changes::packed;
+use crate::transport::stream::{Buffer, LentPayload, SendSlices, Traffic};
 use crate::wire;
 
 /// The number of bytes that are handed to the kernel at once. Their checksums are made before. The bytes should still
@@ -30,6 +34,9 @@ pub(super) struct Sending {
     encoded: Vec<u8>,
     /// The number of bytes that were handed out and that the kernel does not have yet.
     unsent: usize,
+    /// The number of bytes that were last handed out together.
+    handed: usize,
+    pace: Pace,
 }
 
 impl Sending {
@@ -42,17 +49,24 @@ impl Sending {
             long: Vec::new(),
             encoded: Vec::new(),
             unsent: 0,
+            handed: 0,
+            pace: Pace::default(),
         }
     }
 
     /// Hands out `rest`, if it is not empty, and the messages of `next`, up to [`SEND_AT_ONCE`] bytes. The kernel has
-    /// everything that was handed out before.
+    /// everything that was handed out before; `traffic` says how that gets on.
     pub(super) fn fill(
         &mut self,
         out: &mut SendSlices,
         rest: Vec<u8>,
         mut next: impl FnMut() -> Option<Outgoing>,
+        traffic: impl Fn() -> Option<Traffic>,
     ) {
+        let mut is_asked = self.handed >= SEND_AT_ONCE / 2;
+        if is_asked {
+            self.pace.sees(traffic().unwrap_or_default());
+        }
         self.frames.clear();
         self.long.clear();
         if self.used > FIRST_HEADS / 2 && self.heads.len() < HEADS {
@@ -63,11 +77,30 @@ impl Sending {
             self.push_long(rest, out);
         }
         while out.room() >= 2 && out.bytes() < SEND_AT_ONCE && self.heads.len() - self.used >= 256 {
-            let Some(outgoing) = next() else { break };
+            let Some(mut outgoing) = next() else { break };
+            if let Some(patch) = outgoing.patch() {
+                if !std::mem::replace(&mut is_asked, true) {
+                    self.pace.sees(traffic().unwrap_or_default());
+                }
+                self.pack(patch);
+            }
             self.push(outgoing, out);
         }
-        self.unsent = out.bytes();
+        (self.unsent, self.handed) = (out.bytes(), out.bytes());
         self.much |= self.used > FIRST_HEADS;
+    }
+
+    /// Compresses a patch, if there is time for that.
+    fn pack(&mut self, patch: &mut LentPayload) {
+        if !self.pace.has_time(patch.len()) {
+            return;
+        }
+        let (began, mut plain) = (Instant::now(), Vec::with_capacity(patch.len()));
+        patch.append_to(&mut plain);
+        let packed = packed(&plain);
+        let after = packed.as_ref().map_or(plain.len(), Vec::len);
+        packed.into_iter().for_each(|packed| *patch = LentPayload::owned(packed));
+        self.pace.took((plain.len(), after), began.elapsed());
     }
 
     /// Whether much of the memory was used since the last call.

@@ -93,6 +93,11 @@ proptest! {
         prop_assert_eq!(&patched, &new);
         changed.copy(&old, &mut patched);
         prop_assert_eq!(&patched, &old, "everything that differs is among the changes");
+        if let Some(packed) = packed(&patch) {
+            prop_assert!(packed.len() <= patch.len());
+            prop_assert_eq!(&Changed::apply(&packed, &mut patched), &Ok(changed));
+            prop_assert_eq!(&patched, &new);
+        }
     }
 
     #[test]
@@ -129,6 +134,32 @@ proptest! {
             changed.copy(&vec![0; len], &mut vec![1; len]);
         }
     }
+}
+
+#[test]
+fn a_compressed_patch_is_whole_or_an_error() {
+    let [old, new] = versions(64 << 10, &(0..64 << 10).step_by(50).collect::<Vec<_>>());
+    let plain = patch(&Changed::between(&old, &new, 2), &new).unwrap();
+    let packed = packed(&plain).unwrap();
+    assert!(packed.len() < plain.len() * 9 / 10, "{} of {}", packed.len(), plain.len());
+    let apply = |patch: &[u8]| Changed::apply(patch, &mut old.clone());
+    assert!(apply(&packed).is_ok());
+    let with_length = |len: usize| {
+        let mut other = packed.clone();
+        other[4..8].copy_from_slice(&(len as u32).to_le_bytes());
+        other
+    };
+    for len in [0, plain.len() - 1, plain.len() + 1, old.len(), u32::MAX as usize] {
+        assert_eq!(apply(&with_length(len)), Err(PatchError::Packed), "{len}");
+    }
+    assert_eq!(apply(&packed[..packed.len() - 1]), Err(PatchError::Packed));
+    assert_eq!(apply(&[&packed[..], b"more"].concat()), Err(PatchError::Packed));
+    assert_eq!(apply(&packed[..HEAD]), Err(PatchError::Packed));
+    // What was compressed is no compressed patch itself.
+    let twice = super::packed(&packed);
+    assert!(twice.is_none_or(|twice| apply(&twice) == Err(PatchError::Form)));
+    assert_eq!(super::packed(&[]), None);
+    assert_eq!(super::packed(&[7; HEAD]), None, "no shorter");
 }
 
 #[test]

@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 
 use super::close::Close;
 use super::in_use::InUse;
+use super::traffic::{Traffic, traffic};
 
 /// A thread that serves connections, as its connections know it.
 pub trait ServingThread: Send + Sync {
@@ -123,6 +124,12 @@ impl Connection {
     /// The settings of its socket. `None` until the stream is opened, and for connections other than TCP.
     pub fn in_use(&self) -> Option<&InUse> {
         self.0.in_use.get()
+    }
+
+    /// How its bytes get on, if they go through TCP to another host.
+    pub fn traffic(&self) -> Option<Traffic> {
+        self.in_use().filter(|in_use| !in_use.same_host)?;
+        traffic(&*self.0.socket.get()?.upgrade()?)
     }
 
     /// The socket that the stream's bytes go through, if the serving thread sleeps. That may end at any moment.

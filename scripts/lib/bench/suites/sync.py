@@ -58,12 +58,6 @@ class Weights:
         return self.hosts.work("from", "sync.py", "step", *words).found(DEADLINE)["changed"]
 
 
-def sent(hosts, host="from"):
-    """Bytes that a host has sent, with their headers; the trainer's if no other one is named."""
-    lines = hosts.start(host, ["cat", "/proc/net/dev"]).finish(10).splitlines()
-    return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
-
-
 def two_hosts(hosts, gradfs, size, *options):
     """The trainer's weights, and the mounts of a model of their size, whose shard is on the trainer's host."""
     hosts.limit(RATE)
@@ -78,10 +72,10 @@ def by_gradfs(hosts, mounts, weights, version, copies):
     words = [mounts["to"], version, weights.path, *(["--copies"] if copies else [])]
     reader = hosts.work("to", "sync.py", "read", *words)
     reader.wait_for("waits")
-    before = sent(hosts)
+    before = hosts.sent("from")
     wrote = hosts.work("from", "sync.py", "publish", mounts["from"], weights.path).found(DEADLINE)
     at = reader.found(DEADLINE)["at"]
-    return at - wrote["closes"], sent(hosts) - before, at - wrote["began"]
+    return at - wrote["closes"], hosts.sent("from") - before, at - wrote["began"]
 
 
 def by_hand(hosts, weights, served, whole):
@@ -204,11 +198,11 @@ def fanned_out(bench, gradfs, readers):
             started = [hosts.work(name, "sync.py", "shown", mounts[name], *words) for name in names]
             for reader in started:
                 reader.wait_for("waits")
-            before = {host: sent(hosts, host) for host in hosts.names}
+            before = {host: hosts.sent(host) for host in hosts.names}
             wrote = hosts.work("from", "sync.py", "publish", source, weights.path).found(DEADLINE)
             for reader in started:
                 reader.wait_for("shown", DEADLINE)
-            most = max(sent(hosts, host) - before[host] for host in hosts.names)
+            most = max(hosts.sent(host) - before[host] for host in hosts.names)
             checks.touch()
             shown = [reader.found(DEADLINE)["at"] - wrote["closes"] for reader in started]
             taken.append(max(shown))
