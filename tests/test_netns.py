@@ -41,14 +41,14 @@ def cluster():
     """Starts hosts with a shard each and hosts with a mount each, and a model that is the sum of its contributions."""
     made = []
 
-    def start(shards, learners, link=Link(), **options):
+    def start(shards, learners, link=Link(), mounts=True, **options):
         names = [f"shard{i}" for i in range(shards)], [f"learner{i}" for i in range(learners)]
         hosts = Hosts([*names[0], *names[1]], link)
         made.append(hosts)
         hosts.__enter__()
         settings = {"size": SIZE, "reducer": "sum", "learners": learners, **options}
         create = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        return Cluster.of(hosts, gradfs_binary(), *create, shards=shards, mounts=names[1])
+        return Cluster.of(hosts, gradfs_binary(), *create, shards=shards, mounts=names[1] if mounts else ())
 
     yield start
     for hosts in made:
@@ -123,6 +123,16 @@ def test_a_partition_longer_than_the_lease_makes_the_others_go_on(cluster):
     assert cut_off["failed"] and 5 <= cut_off["taken"] < 40, cut_off
     ends = [outcome(two, 40, taken) for taken in (cut_off["taken"], cut_off["taken"] + 1)]
     assert [end["wrong"] for end in ends].count(0) == 1, ends
+
+
+def test_a_mount_waits_for_its_first_version_as_long_as_some_of_it_comes(cluster):
+    patience = 10
+    one = cluster(1, 1, mounts=False, size=32 << 20)
+    one.hosts.limit(20e6)
+    begun = time.monotonic()
+    one.mount("learner0")
+    assert time.monotonic() - begun > patience, "that link was no slow one"
+    assert outcome(one, 0) == {"wrong": 0, "version": 0, "largest": 0}
 
 
 def test_what_has_changed_is_compressed_where_the_link_is_behind(cluster, tmp_path):

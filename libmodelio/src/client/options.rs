@@ -61,7 +61,7 @@ pub struct ClientOptions {
     pub pulls: Option<PullPolicy>,
     /// How RDMA is used, where it is.
     pub rdma: RdmaOptions,
-    /// The longest wait for shards and for the first version, when connecting.
+    /// The longest wait for shards, and for some of the first version, when connecting.
     pub patience: Duration,
     /// Takes the connections of clients that pull from this one. Then it is a relay among those of the model, and pulls
     /// by the one that the coordinator names, unless `via` says by which.

@@ -145,14 +145,22 @@ impl Job {
         Ok(job)
     }
 
+    /// Waits until a version is here, as long as some of it comes within each patience.
     fn await_first(&self) -> Result<(), ClientError> {
-        let deadline = Instant::now() + self.shared.options.patience;
+        let patience = self.shared.options.patience;
+        let came = || self.shared.accounts.tally.read().pulled_bytes;
+        let (mut before, mut deadline) = (came(), Instant::now() + patience);
         let mut inner = self.shared.inner.lock();
         while !inner.core.shows_any() {
-            if !self.shared.lifetime.wait_until(&mut inner, deadline) {
-                let why = inner.peers.why_nothing_came(self.shared.options.patience);
+            if self.shared.lifetime.wait_until(&mut inner, deadline) {
+                continue;
+            }
+            let now = came();
+            if now == before {
+                let why = inner.peers.why_nothing_came(patience);
                 return Err(ClientError::Unreachable { model: self.shared.model.clone(), why });
             }
+            (before, deadline) = (now, Instant::now() + patience);
         }
         Ok(())
     }
