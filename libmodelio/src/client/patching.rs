@@ -93,15 +93,8 @@ impl Patching {
         *self.pulled.blocks[block.index()].lock() = Changed::Whole;
     }
 
-    /// Makes a block from the one of the base by `patch`, in its room in the buffer. It has this checksum then, or none if
-    /// nothing has changed.
-    fn patch(
-        &self,
-        layout: &ModelLayout,
-        block: BlockId,
-        room: &mut [u8],
-        (patch, crc): (&[u8], Option<u32>),
-    ) -> Result<(), NotPatched> {
+    /// Makes a block the one of the base, in its room in the buffer.
+    fn bring_up(&self, layout: &ModelLayout, block: BlockId, room: &mut [u8]) {
         // SAFETY: the base is pinned, and a version that is shown does not change.
         let front = unsafe { self.front.bytes(span(&layout.block_bytes(block))) };
         let was_touched = self.touched[block.index()].swap(true, Ordering::Relaxed);
@@ -117,6 +110,24 @@ impl Patching {
             },
             _ => room.copy_from_slice(front),
         }
+    }
+
+    /// Makes a block the one of the base, which the version has not changed.
+    fn keep(&self, layout: &ModelLayout, block: BlockId, room: &mut [u8]) {
+        self.bring_up(layout, block, room);
+        *self.pulled.blocks[block.index()].lock() = Changed::Nothing;
+    }
+
+    /// Makes a block from the one of the base by `patch`, in its room in the buffer. It has this checksum then, or none if
+    /// nothing has changed.
+    fn patch(
+        &self,
+        layout: &ModelLayout,
+        block: BlockId,
+        room: &mut [u8],
+        (patch, crc): (&[u8], Option<u32>),
+    ) -> Result<(), NotPatched> {
+        self.bring_up(layout, block, room);
         let changed = Changed::apply(patch, room)?;
         let is_right = match crc {
             Some(crc) => crc32c(room) == crc,
@@ -158,10 +169,28 @@ impl Patched {
         layout: &ModelLayout,
         patch: (&[u8], Option<u32>),
     ) -> Result<usize, NotPatched> {
+        self.fill(|by, block, room| by.patch(layout, block, room, patch).map(|()| room.len()))
+    }
+
+    /// Makes the block the one of the base, which the version has not changed. Returns its bytes.
+    pub(super) fn keep(self, layout: &ModelLayout) -> usize {
+        self.fill(|by, block, room| {
+            by.keep(layout, block, room);
+            room.len()
+        })
+    }
+
+    fn fill<R>(self, fill: impl FnOnce(&Patching, BlockId, &mut [u8]) -> R) -> R {
         let (start, len) = self.room.raw();
         // SAFETY: the block is its holder's, and the target keeps its memory.
         let room = unsafe { std::slice::from_raw_parts_mut(start, len) };
-        self.by.patch(layout, self.block, room, patch).map(|()| len)
+        fill(&self.by, self.block, room)
+    }
+
+    /// The block is not patched, but comes as a whole: the place to receive it into.
+    pub(super) fn whole(self) -> Target {
+        self.by.comes_whole(self.block);
+        self.room
     }
 }
 
