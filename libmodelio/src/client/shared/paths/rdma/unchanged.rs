@@ -102,7 +102,7 @@ mod tests {
         assert!(!of.is_awaited() && of.base() == Some(BASE) && of.until().is_none());
         assert_eq!((0..7).filter(|block| of.has(BlockId(*block))).collect::<Vec<_>>(), [1, 2, 5]);
         // A second answer changes nothing.
-        of.said(BASE, &ranges(&[0..7]));
+        of.said(BASE, &ranges(&[0..3, 4..7]));
         assert!(!of.has(BlockId(0)) && !of.is_overdue(now + PATIENCE));
         // A shard that does not know the base says nothing of any block.
         of = Unchanged::asked(BASE);
@@ -120,7 +120,7 @@ mod tests {
         of.can_be_read(now + PATIENCE / 2);
         assert!(of.until() == Some(now + PATIENCE) && !of.is_overdue(now + PATIENCE / 2));
         assert!(of.is_awaited() && of.is_overdue(now + PATIENCE) && !of.is_awaited());
-        of.said(BASE, &ranges(&[0..7]));
+        of.said(BASE, &ranges(&[0..3, 4..7]));
         assert!(of == Unchanged::Unknown && !of.has(BlockId(0)));
     }
 }
