@@ -18,7 +18,7 @@ pytestmark = pytest.mark.rdma_vm
 
 # Connections that come and go.
 TIMES = int(os.environ.get("GRADFS_RDMA_TIMES", 300))
-ON_RXE = "rdma:: liars:: payload:: pinned:: strangers::"
+ON_RXE = "rdma:: liars:: payload:: pinned:: strangers:: unchanged::"
 CONFORM = "rdma::flags placed::steps placed::rounds"
 AHEAD = "ahead::blocks ahead::dropped ahead::the_others ahead::new"
 TARGETS = ["conformance", "network", "rdma"]
@@ -56,15 +56,16 @@ def passed(vm, provider, script):  # noqa: F811
 @pytest.mark.parametrize(
     ("provider", "some", "least"),
     [
-        pytest.param("rxe", f"--test-threads 2 {ON_RXE} {AHEAD}", 38, marks=lasts(160)),
+        pytest.param("rxe", f"--test-threads 2 {ON_RXE} {AHEAD}", 40, marks=lasts(160)),
         # What takes longest here and differs least from what runs without a device.
         ("rxe", "--test-threads 2 lent::mapped ahead::a_slow", 3),
         # siw now and then refuses queue pairs for seconds (EINVAL) when two of its users in one process begin at once.
         pytest.param("siw", "--test-threads 1 sums blocks_are granted_slots fetches_blocks payload::by", 6, marks=lasts(20)),
         (
             "siw",
-            "--test-threads 1 flags hostile ends_silently arena_is_full fixed_order payload::the pinned:: strangers::",
-            12,
+            "--test-threads 1 flags hostile ends_silently arena_is_full fixed_order payload::the pinned:: strangers::"
+            " unchanged::",
+            14,
         ),
     ],
     ids=["rxe", "rxe-rest", "siw", "siw-rest"],

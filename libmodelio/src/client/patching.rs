@@ -93,15 +93,8 @@ impl Patching {
         *self.pulled.blocks[block.index()].lock() = Changed::Whole;
     }
 
-    /// Makes a block from the one of the base by `patch`, in its room in the buffer. It has this checksum then, or none if
-    /// nothing has changed.
-    fn patch(
-        &self,
-        layout: &ModelLayout,
-        block: BlockId,
-        room: &mut [u8],
-        (patch, crc): (&[u8], Option<u32>),
-    ) -> Result<(), NotPatched> {
+    /// Makes a block the one of the base, in its room in the buffer.
+    fn bring_up(&self, layout: &ModelLayout, block: BlockId, room: &mut [u8]) {
         // SAFETY: the base is pinned, and a version that is shown does not change.
         let front = unsafe { self.front.bytes(span(&layout.block_bytes(block))) };
         let was_touched = self.touched[block.index()].swap(true, Ordering::Relaxed);
@@ -117,6 +110,24 @@ impl Patching {
             },
             _ => room.copy_from_slice(front),
         }
+    }
+
+    /// Makes a block the one of the base, which the version has not changed.
+    fn keep(&self, layout: &ModelLayout, block: BlockId, room: &mut [u8]) {
+        self.bring_up(layout, block, room);
+        *self.pulled.blocks[block.index()].lock() = Changed::Nothing;
+    }
+
+    /// Makes a block from the one of the base by `patch`, in its room in the buffer. It has this checksum then, or none if
+    /// nothing has changed.
+    fn patch(
+        &self,
+        layout: &ModelLayout,
+        block: BlockId,
+        room: &mut [u8],
+        (patch, crc): (&[u8], Option<u32>),
+    ) -> Result<(), NotPatched> {
+        self.bring_up(layout, block, room);
         let changed = Changed::apply(patch, room)?;
         let is_right = match crc {
             Some(crc) => crc32c(room) == crc,
@@ -158,10 +169,28 @@ impl Patched {
         layout: &ModelLayout,
         patch: (&[u8], Option<u32>),
     ) -> Result<usize, NotPatched> {
+        self.fill(|by, block, room| by.patch(layout, block, room, patch).map(|()| room.len()))
+    }
+
+    /// Makes the block the one of the base, which the version has not changed. Returns its bytes.
+    pub(super) fn keep(self, layout: &ModelLayout) -> usize {
+        self.fill(|by, block, room| {
+            by.keep(layout, block, room);
+            room.len()
+        })
+    }
+
+    fn fill<R>(self, fill: impl FnOnce(&Patching, BlockId, &mut [u8]) -> R) -> R {
         let (start, len) = self.room.raw();
         // SAFETY: the block is its holder's, and the target keeps its memory.
         let room = unsafe { std::slice::from_raw_parts_mut(start, len) };
-        self.by.patch(layout, self.block, room, patch).map(|()| len)
+        fill(&self.by, self.block, room)
+    }
+
+    /// The block is not patched, but comes as a whole: the place to receive it into.
+    pub(super) fn whole(self) -> Target {
+        self.by.comes_whole(self.block);
+        self.room
     }
 }
 
@@ -260,5 +289,69 @@ impl Patches {
             steps.push(Arc::clone(step));
         }
         (at == from).then_some(steps)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vocabulary::layout::DType;
+
+    const BLOCK: usize = 64 << 10;
+
+    /// A buffer of three blocks.
+    fn buffer(values: [u8; 3]) -> Arc<Mapping> {
+        let memory = Mapping::memfd("test", 3 * BLOCK).unwrap();
+        for (at, value) in values.into_iter().enumerate() {
+            // SAFETY: nobody else knows the memory.
+            unsafe { memory.bytes_mut(at * BLOCK..(at + 1) * BLOCK) }.fill(value);
+        }
+        Arc::new(memory)
+    }
+
+    fn values(memory: &Mapping) -> [u8; 3] {
+        // SAFETY: nobody writes the memory meanwhile.
+        std::array::from_fn(|at| unsafe { memory.bytes(at * BLOCK..(at + 1) * BLOCK) }[BLOCK - 1])
+    }
+
+    #[test]
+    fn a_block_that_is_kept_is_the_bases_and_one_that_comes_whole_is_copied_after_the_next_version() {
+        let layout = ModelLayout::blank(3 * BLOCK as u64, DType::F32, BLOCK as u32).unwrap();
+        let keys = [RegionKey(1), RegionKey(2)];
+        let buffers = [buffer([1, 1, 1]), buffer([8, 8, 8])];
+        let block = |by: &Arc<Patching>, version, into: usize, block: u32| {
+            let memory = Arc::clone(&buffers[into]);
+            // SAFETY: this thread alone writes the buffer, one block at a time, and the target keeps it.
+            unsafe {
+                let room = memory.bytes_mut(block as usize * BLOCK..(block as usize + 1) * BLOCK);
+                let room = Target::new(room.as_mut_ptr(), room.len(), Arc::clone(&memory) as _);
+                Patched::new(room, Arc::clone(by), Version(version), BlockId(block))
+            }
+        };
+        let mut patches = Patches::default();
+        // Version 2, in the second buffer: what that holds is unknown, so blocks that are kept are copied.
+        let (by, _) = patches.begin((Version(1), Arc::clone(&buffers[0])), keys[1], 3);
+        // SAFETY: as above.
+        unsafe { block(&by, 2, 1, 0).whole().fill(0, &[2; BLOCK]) };
+        assert_eq!((1..3).map(|at| block(&by, 2, 1, at).keep(&layout)).sum::<usize>(), 2 * BLOCK);
+        assert_eq!(values(&buffers[1]), [2, 1, 1]);
+        patches.publish(Version(2), keys[1]);
+        assert_eq!(patches.whole(), Some(1));
+        // Version 3, in the first one, which has version 1 but for a byte that shows what is copied.
+        patches.frees(keys[0], Version(1));
+        // SAFETY: as above.
+        unsafe { buffers[0].bytes_mut(2 * BLOCK - 1..2 * BLOCK) }.fill(9);
+        let (by, _) = patches.begin((Version(2), Arc::clone(&buffers[1])), keys[0], 3);
+        assert_eq!((0..2).map(|at| block(&by, 3, 0, at).keep(&layout)).sum::<usize>(), 2 * BLOCK);
+        assert_eq!(values(&buffers[0]), [2, 9, 1]);
+        // A block that has been begun as a whole holds nothing that is known.
+        // SAFETY: as above.
+        unsafe { block(&by, 3, 0, 2).whole().fill(0, &[3; BLOCK / 2]) };
+        block(&by, 3, 0, 2).keep(&layout);
+        assert_eq!(values(&buffers[0]), [2, 9, 1]);
+        // SAFETY: as above.
+        assert!(unsafe { buffers[0].bytes(2 * BLOCK..3 * BLOCK) }.iter().all(|byte| *byte == 1));
+        patches.publish(Version(3), keys[0]);
+        assert_eq!(patches.whole(), Some(0));
     }
 }

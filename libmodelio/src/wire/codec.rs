@@ -106,7 +106,8 @@ impl Message {
             }
             Message::Assign { blocks: list, .. }
             | Message::AssignPart { blocks: list, .. }
-            | Message::Missing { blocks: list, .. } => blocks(list),
+            | Message::Missing { blocks: list, .. }
+            | Message::Unchanged { blocks: list, .. } => blocks(list),
             Message::Start(plan) => {
                 let parts = plan.parts.iter().flat_map(|set| &set.parts);
                 parts.into_iter().try_for_each(|part| blocks(&part.blocks))?;

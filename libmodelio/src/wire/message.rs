@@ -889,6 +889,24 @@ pub enum Message {
         /// Why.
         why: ShardError,
     },
+
+    // -- a client that reads a shard's memory
+    /// Say which of the shard's blocks need not be read. Answered by `Unchanged`, or by one refusal.
+    WhichChanged {
+        /// The version of the blocks.
+        version: Version,
+        /// An older version that the client has, all of it.
+        base: Version,
+    },
+    /// The answer.
+    Unchanged {
+        /// The version.
+        version: Version,
+        /// The older one.
+        base: Version,
+        /// Blocks of the shard's that are the same in both, as far as the shard knows.
+        blocks: BlockRanges,
+    },
 }
 
 /// The most parts of a set.

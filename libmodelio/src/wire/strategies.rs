@@ -815,6 +815,12 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             })
             .boxed(),
         (id64(PlanId), shard_error()).prop_map(|(plan, why)| Message::Unmade { plan, why }).boxed(),
+        (id64(Version), id64(Version))
+            .prop_map(|(version, base)| Message::WhichChanged { version, base })
+            .boxed(),
+        (id64(Version), id64(Version), block_ranges())
+            .prop_map(|(version, base, blocks)| Message::Unchanged { version, base, blocks })
+            .boxed(),
     ]
 }
 

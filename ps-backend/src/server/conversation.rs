@@ -32,7 +32,7 @@ use super::{admin, models, moving};
 
 /// The longest silence on a connection.
 const SILENCE: Duration = Duration::from_secs(10);
-/// The most requests for blocks that may wait on one connection.
+/// The most requests for blocks, and about them, that may wait on one connection.
 const MAX_PULLS: usize = 256;
 
 /// The kind of a connection, from its greeting.
@@ -44,13 +44,22 @@ enum PeerKind {
     Admin,
 }
 
-/// A request for blocks.
+/// A request for blocks, or about them.
 struct Asked {
     version: Version,
-    /// None for the version as a whole.
-    blocks: Option<Range<u32>>,
+    what: What,
     /// The version that the client has.
     base: Option<Version>,
+}
+
+/// What is requested of a version.
+enum What {
+    /// All of it at once.
+    Whole,
+    /// Blocks.
+    Blocks(Range<u32>),
+    /// Which blocks are those of this version, which the client has.
+    Unchanged(Version),
 }
 
 /// A client's connection for blocks.
@@ -427,7 +436,7 @@ impl Data {
             }
         }
         loop {
-            let Some(Asked { version, blocks, base }) = self.pulls.front_mut() else {
+            let Some(Asked { version, what, base }) = self.pulls.front_mut() else {
                 let followed = self.next_followed(link);
                 if followed.is_none() {
                     // An idle connection must not keep its version's buffer. If several did, each with another version,
@@ -450,15 +459,25 @@ impl Data {
                 }
             }
             let Some(pinned) = &self.pinned else { continue };
-            let Some(blocks) = blocks else {
-                let whole =
-                    self.memory.as_mut().and_then(|memory| memory.whole(&self.partition, &pinned.version));
-                if whole.is_some() {
-                    self.pulls.pop_front();
-                    return whole;
+            let blocks = match what {
+                What::Blocks(blocks) => blocks,
+                What::Whole => {
+                    let whole = self
+                        .memory
+                        .as_mut()
+                        .and_then(|memory| memory.whole(&self.partition, &pinned.version));
+                    if whole.is_some() {
+                        self.pulls.pop_front();
+                        return whole;
+                    }
+                    *what = What::Blocks(0..self.partition.layout().blocks());
+                    continue;
                 }
-                *blocks = Some(0..self.partition.layout().blocks());
-                continue;
+                What::Unchanged(base) => {
+                    let message = self.partition.unchanged(pinned, *base);
+                    self.pulls.pop_front();
+                    return Some(Outgoing { epoch: self.partition.epoch, ..Outgoing::new(0, message) });
+                }
             };
             let Some(block) = blocks.next() else {
                 self.pulls.pop_front();
@@ -558,14 +577,20 @@ impl Data {
                     link.send(Outgoing { epoch: self.partition.epoch, ..Outgoing::new(0, missing) });
                 }
             }
-            Message::Pull { .. } | Message::PullWhole { .. } if self.pulls.len() >= MAX_PULLS => {
+            Message::Pull { .. } | Message::PullWhole { .. } | Message::WhichChanged { .. }
+                if self.pulls.len() >= MAX_PULLS =>
+            {
                 return Err(Refusal::other(format!("more than {MAX_PULLS} pulls on one connection")));
             }
             Message::Pull { version, blocks, base } => {
                 // The client waits no longer for what it has followed.
                 self.follows = None;
-                let blocks = Some(blocks.clone());
-                self.pulls.push_back(Asked { version: *version, blocks, base: *base });
+                let what = What::Blocks(blocks.clone());
+                self.pulls.push_back(Asked { version: *version, what, base: *base });
+            }
+            Message::WhichChanged { version, base } => {
+                let what = What::Unchanged(*base);
+                self.pulls.push_back(Asked { version: *version, what, base: Some(*base) });
             }
             Message::Follow { plan, base } if !self.goes_through_rings() => {
                 self.partition.begin_following(self.sender.client, *plan, *base);
@@ -576,7 +601,7 @@ impl Data {
                 if self.memory.is_some()
                     && self.partition.layout().size() == self.partition.model_bytes() =>
             {
-                self.pulls.push_back(Asked { version: *version, blocks: None, base: None });
+                self.pulls.push_back(Asked { version: *version, what: What::Whole, base: None });
             }
             other => return Err(Refusal::Role { what: other.name().to_owned() }),
         }

@@ -27,4 +27,5 @@ mod steps;
 #[cfg(feature = "rdma")]
 mod strangers;
 mod together;
+mod unchanged;
 mod world;

@@ -146,6 +146,14 @@ impl Since {
         self.base
     }
 
+    /// Whether a block of the partition is the same as before.
+    ///
+    /// # Panics
+    /// If the partition has no such block.
+    pub fn is_same(&self, block: BlockId) -> bool {
+        self.records.iter().all(|record| *record.0[block.index()].lock() == Changed::Nothing)
+    }
+
     /// What has changed in a block of the partition.
     ///
     /// # Panics

@@ -10,7 +10,7 @@ use libmodelio::bytes::changes::{self, Changed};
 use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::stream::{Guard, LentPayload};
 use libmodelio::transport::tally::Flow;
-use libmodelio::vocabulary::block_ranges;
+use libmodelio::vocabulary::block_ranges::{BlockRanges, MAX_RANGES};
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::wire::{Message, Refusal};
 
@@ -54,6 +54,20 @@ impl Sending {
         let has_base = self.since.as_ref().is_none_or(|since| Some(since.base()) == base);
         self.version.version() == version && has_base
     }
+}
+
+/// Blocks in their order, as ranges. Of more than a message takes, the first ones.
+fn ranges_of(blocks: impl Iterator<Item = BlockId>) -> BlockRanges {
+    let mut ranges = BlockRanges::new();
+    for BlockId(block) in blocks {
+        let is_full = ranges.len() == MAX_RANGES;
+        match ranges.last_mut() {
+            Some(last) if last.end == block => last.end += 1,
+            _ if is_full => break,
+            _ => ranges.push(block..block + 1),
+        }
+    }
+    ranges
 }
 
 impl Partition {
@@ -175,14 +189,7 @@ impl Partition {
     pub(in crate::server) fn missing(&self, client: ClientId, plan: PlanId) -> Option<Message> {
         let missing = self.state.lock().core.missing(client, plan)?;
         let mine = self.store.partition().blocks();
-        let mut blocks = block_ranges::BlockRanges::new();
-        for block in missing.ones().map(|block| mine[block].0).take(block_ranges::MAX_RANGES) {
-            match blocks.last_mut() {
-                Some(last) if last.end == block => last.end += 1,
-                _ => blocks.push(block..block + 1),
-            }
-        }
-        Some(Message::Missing { plan, blocks })
+        Some(Message::Missing { plan, blocks: ranges_of(missing.ones().map(|block| mine[block])) })
     }
 
     /// A message with a patch.
@@ -244,6 +251,14 @@ impl Partition {
             changes::encode_block(block, &changed, &mut encoded);
         }
         Ok((encoded, None))
+    }
+
+    /// Which blocks of a version are those of `base`, the version that the client has. None are if the shard does not know.
+    pub(in crate::server) fn unchanged(&self, of: &Sending, base: Version) -> Message {
+        let mine = self.store.partition().blocks().iter().zip(0..);
+        let is_same = |local| of.since.as_ref().is_some_and(|since| since.is_same(BlockId(local)));
+        let blocks = ranges_of(mine.filter(|(_, local)| is_same(*local)).map(|(block, _)| *block));
+        Message::Unchanged { version: of.version.version(), base, blocks }
     }
 
     /// A block of a version: what has changed in it, or all of it.

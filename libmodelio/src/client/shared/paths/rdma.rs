@@ -4,6 +4,7 @@
 //! This module holds `unsafe`; the place says why it is sound.
 
 mod fetching;
+mod unchanged;
 
 use std::collections::HashMap;
 use std::net::ToSocketAddrs;
@@ -183,9 +184,10 @@ impl PeerMemory for RdmaPath {
     }
 
     fn receive(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
-        match received.message {
-            Message::Directory { address, key } => self.directory = Some(RemoteMemory { address, key }),
-            Message::Slots { count, bytes, address, key } => {
+        match &received.message {
+            &Message::Directory { address, key } => self.directory = Some(RemoteMemory { address, key }),
+            Message::Unchanged { version, base, blocks } => self.take_unchanged(*version, *base, blocks),
+            &Message::Slots { count, bytes, address, key } => {
                 if self.granted.is_some() || count > 1 << 16 {
                     return Err(Close::Asked("slots were granted before, or too many".into()));
                 }

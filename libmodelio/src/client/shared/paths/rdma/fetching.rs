@@ -2,22 +2,29 @@
 //!
 //! A second read of the shard's directory must show that the version was there all the time (see [`published`]).
 //! Fetched blocks count only then, and nobody sees them before.
+//!
+//! Blocks that the shard calls unchanged since the shown version are not fetched, but made from those.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use super::unchanged::Unchanged;
 use super::{MAX_DIRECTORY_READS, RdmaPath};
 use crate::client::shared::Connection;
 use crate::client::shared::Shared;
+use crate::transport::frames::Outgoing;
 use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
 use crate::transport::rdma::{Finished, RemoteMemory, VerbsError, Work};
 use crate::transport::stream::Target;
 use crate::transport::tally::Flow;
+use crate::vocabulary::block_ranges::BlockRanges;
 use crate::vocabulary::ids::{BlockId, Version};
 use crate::wire::{Message, Refusal};
 
 /// The number of blocks that are fetched before the directory is read again.
 const BATCH: usize = 8;
+/// The number of unchanged blocks that are made before the connection looks at other things.
+const MADE_AT_ONCE: usize = 8;
 /// The pause before the directory is read again for a version that is not in it yet.
 const RETRY_PAUSE: Duration = Duration::from_millis(2);
 
@@ -37,6 +44,8 @@ pub(super) struct Fetch {
     looking: bool,
     /// When to read the directory again for a version that was not in it.
     again: Option<Instant>,
+    /// The blocks that are not fetched.
+    unchanged: Unchanged,
     /// Blocks that the core has asked for, and that are not fetched yet.
     asked: VecDeque<BlockId>,
     /// Blocks that are being fetched, and are not checked yet.
@@ -52,6 +61,11 @@ impl Fetch {
         let is_idle = self.batches.is_empty() && !self.looking;
         (self.version != version && is_idle)
             .then(|| std::mem::replace(self, Fetch { version, ..Fetch::default() }))
+    }
+
+    /// When to look at it again, if nothing comes before.
+    fn until(&self) -> Option<Instant> {
+        [self.again, self.unchanged.until()].into_iter().flatten().min()
     }
 }
 
@@ -69,6 +83,7 @@ impl RdmaPath {
         let Some(version) = shared.inner.lock().core.pulling() else { return Ok(()) };
         if let Some(before) = self.pull.turn_to(version) {
             shared.not_fetched(before.version, before.asked);
+            self.ask_which_changed(to, version);
         }
         if self.pull.version != version || self.pull.by_ring {
             return Ok(());
@@ -83,6 +98,10 @@ impl RdmaPath {
             self.pull_by_ring(to, &error);
             return Ok(());
         }
+        if self.pull.unchanged.is_awaited() {
+            return Ok(());
+        }
+        let mut made = 0;
         loop {
             // One work request is left for the check after the blocks.
             let room = self.queue_pair.room(2).saturating_sub(1).min(BATCH);
@@ -90,14 +109,26 @@ impl RdmaPath {
                 return Ok(());
             }
             let mut blocks = Vec::with_capacity(room);
-            while blocks.len() < room {
+            while blocks.len() < room && made < MADE_AT_ONCE {
                 let Some(block) = self.next_asked(to) else { break };
                 let extent = shared.layout.block_bytes(block);
                 let place = self.layout.local(block).and_then(|local| {
                     let offset = self.layout.layout().block_bytes(local).start;
                     seen.place(offset, extent.end - extent.start)
                 });
-                let Some(target) = shared.reserve(&to.route, version, block) else { continue };
+                let base = self.pull.unchanged.base();
+                let beside = base.and_then(|base| shared.reserve_patched(&to.route, version, block, base));
+                let target = match beside {
+                    Some(patched) if self.pull.unchanged.has(block) => {
+                        shared.accounts.tally.patched(patched.keep(&shared.layout));
+                        shared.end_reservation(version, block, true);
+                        made += 1;
+                        continue;
+                    }
+                    Some(patched) => Some(patched.whole()),
+                    None => shared.reserve(&to.route, version, block),
+                };
+                let Some(target) = target else { continue };
                 blocks.push(block);
                 let fetched = match place {
                     Some(address) => {
@@ -113,6 +144,9 @@ impl RdmaPath {
                     self.pull.batches.push_back(Batch { seen, blocks, coming });
                     return Err(error);
                 }
+            }
+            if made == MADE_AT_ONCE {
+                to.link.wake();
             }
             if blocks.is_empty() {
                 return Ok(());
@@ -131,6 +165,14 @@ impl RdmaPath {
             self.queue_pair.read(CHECK, slot, ENTRY, entry, true).map_err(|(error, _)| error)?;
             self.queue_pair.post()?;
         }
+    }
+
+    /// Asks the shard which blocks of a version have changed since the one that is shown, if that may be used.
+    fn ask_which_changed(&mut self, to: &Connection, version: Version) {
+        let Some(base) = to.shared.inner.lock().core.base_of(version) else { return };
+        let ask = Message::WhichChanged { version, base };
+        to.link.send(Outgoing { epoch: to.route.epoch(), ..Outgoing::new(0, ask) });
+        self.pull.unchanged = Unchanged::asked(base);
     }
 
     /// Asks the shard for the blocks of this version from now on.
@@ -190,7 +232,10 @@ impl RdmaPath {
                     let pull = &mut self.pull;
                     pull.looking = false;
                     match published::find(&bytes, pull.version) {
-                        Ok(seen) => pull.seen = Some(seen),
+                        Ok(seen) => {
+                            pull.seen = Some(seen);
+                            pull.unchanged.can_be_read(Instant::now());
+                        }
                         Err(absent) => {
                             pull.again = Some(Instant::now() + RETRY_PAUSE);
                             let (wanted, newest) = (pull.version, absent.newest.unwrap_or(Version(0)));
@@ -229,11 +274,24 @@ impl RdmaPath {
             }
         }
         self.done = done;
-        if any || self.pull.again.is_some_and(|at| at <= Instant::now()) {
-            self.pull.again = self.pull.again.filter(|&at| at > Instant::now());
+        let now = Instant::now();
+        let is_overdue = self.pull.unchanged.is_overdue(now);
+        if is_overdue {
+            let (model, address, version) = (&shared.model, to.route.address(), self.pull.version);
+            tracing::warn!(%model, address, %version, "the shard does not say what has changed, so all is read");
+        }
+        if any || is_overdue || self.pull.again.is_some_and(|at| at <= now) {
+            self.pull.again = self.pull.again.filter(|&at| at > now);
             to.link.wake();
         }
-        self.pull.again
+        self.pull.until()
+    }
+
+    /// The shard says which blocks of a version are those of another one.
+    pub(super) fn take_unchanged(&mut self, version: Version, base: Version, blocks: &BlockRanges) {
+        if version == self.pull.version {
+            self.pull.unchanged.said(base, blocks);
+        }
     }
 
     fn read_directory(&mut self, directory: RemoteMemory) -> Result<(), VerbsError> {
