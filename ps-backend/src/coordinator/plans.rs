@@ -238,7 +238,7 @@ impl CoordinatorCore {
         run.waiting = self.shape.partitions().collect();
         // With a new version clients get the state, which says so, too.
         if stage == Stage::Dropping || !run.plan.work.makes_version() {
-            for sender in &run.senders {
+            for sender in run.senders.iter().filter(|sender| sender.client != NOBODY) {
                 actions.push(Action::ToClient(sender.client, 0, Message::Over { plan: run.id }));
             }
         }

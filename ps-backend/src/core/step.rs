@@ -65,7 +65,7 @@ impl JobCore {
                 for member in self.members.values_mut().filter(|member| member.joined_at >= version) {
                     member.joined_at = version.next();
                 }
-                self.waits.moved_on();
+                self.waits_go_on();
                 if let Some(ticket) = self.making.published() {
                     actions.push(Action::Reply(ticket, Ok(())));
                 }

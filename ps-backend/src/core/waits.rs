@@ -7,7 +7,7 @@ use libmodelio::vocabulary::phase::NAMED_AFTER;
 use serde::{Deserialize, Serialize};
 
 use super::state::{Stall, Wait};
-use super::{JobCore, Member, Now, PendingKind, WaitedFor};
+use super::{JobCore, Member, Now, Pending, PendingKind, WaitedFor};
 
 /// The most names in a report.
 pub(super) const MAX_NAMES: usize = 16;
@@ -112,6 +112,18 @@ fn named<'a>(members: impl Iterator<Item = &'a Member>) -> WaitedFor {
 }
 
 impl JobCore {
+    /// There are new weights. Contributions that wait do so for the same learners as before, and for as long already.
+    pub(super) fn waits_go_on(&mut self) {
+        let is_commit = |pending: &Pending| matches!(pending.kind, PendingKind::Commit { .. });
+        if self.committed.is_empty() && !self.pending.iter().any(is_commit) {
+            return self.waits.moved_on();
+        }
+        let (before, version) = (self.version.0.saturating_sub(1), self.version.0);
+        if !self.limits_head_start() {
+            self.waits.wait.iter_mut().filter(|wait| wait.at == before).for_each(|wait| wait.at = version);
+        }
+    }
+
     /// Notes whether a learner waits for others at the moment.
     pub(super) fn note_stall(&mut self, now: Now) {
         let step_waits = self.gathers() && !self.committed.is_empty();

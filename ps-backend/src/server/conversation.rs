@@ -19,9 +19,7 @@ use libmodelio::wire::{
 use super::coordinator::Coordinator;
 use super::errands::{self, Errand};
 use super::origins::{Origin, OriginPlace};
-use super::partition::{
-    Followed, Part, Partition, Reservation, Reserved, Room, Sender, Sending, ToCoordinator,
-};
+use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, Sending, ToCoordinator};
 use super::parts::Reading;
 use super::rdma_clients::RdmaClient;
 use super::redirect::{Redirect, TurnedAway};
@@ -29,6 +27,7 @@ use super::shared::Shared;
 use super::shm_clients::ShmClient;
 use super::unsent::{AdminAnswer, Unsent, UnsentAll, answer, answer_counted};
 use super::{admin, models, moving};
+use crate::partition::brought::Part;
 
 /// The longest silence on a connection.
 const SILENCE: Duration = Duration::from_secs(10);

@@ -42,6 +42,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::redirect::Redirect;
 use crate::memory::{self, MemoryUse, gib};
+use crate::partition::brought::Brought;
 use crate::partition::core::PartitionCore;
 use crate::partition::executor::Executor;
 use crate::partition::store::{Home, Limits, PartitionError, PartitionJob, PartitionStore};
@@ -50,8 +51,6 @@ use crate::state_copies::StateCopies;
 use blocks::Follower;
 pub(super) use blocks::{Followed, Sending};
 use here::HereState;
-use laid::Brought;
-pub(super) use laid::Part;
 use parking::Connected;
 use reservation::{Coming, KeptPayloads};
 pub(super) use reservation::{Lent, Push, Reservation, Reserved, Room, Sender};

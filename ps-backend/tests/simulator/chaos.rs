@@ -164,7 +164,7 @@ impl World {
         }
     }
 
-    fn crash(&mut self, index: usize) {
+    pub fn crash(&mut self, index: usize) {
         let node = Node::Client(index);
         self.clients[index].alive = false;
         self.relay_ends(index);
@@ -192,6 +192,7 @@ impl World {
         self.run_until(self.last_message().map_or(until, |last| last.max(until)), |_| false);
         let operator = self.clients.len();
         self.add_client(0);
+        self.complete_ranks(operator);
         let one = || "1".to_owned();
         let mut enough = vec![("min_learners", one()), ("learners", one())];
         // Learners that are said to have exited, and that take long for a step, would be given up again and again.
@@ -280,8 +281,10 @@ impl World {
             honest.all(|client| client.programs.iter().all(f))
         };
         let end = self.now + longest;
-        let done = self.run_until(end, |world| all(world, &|program| program.has_done(STEPS)));
-        assert!(done, "no progress when the network is well: {:?}", self.programs());
+        let done = self.run_until(end, |world| {
+            all(world, &|program| program.has_done(STEPS)) && world.ranks_have_done()
+        });
+        assert!(done, "no progress when the network is well: {:?} {:?}", self.programs(), self.parts);
         self.trace(|| "programs end".into());
         self.ending = true;
         for index in 0..self.clients.len() {
@@ -290,7 +293,8 @@ impl World {
             }
         }
         let end = self.now + longest;
-        let done = self.run_until(end, |world| all(world, &|program| program.has_ended()));
+        let done = self
+            .run_until(end, |world| all(world, &|program| program.has_ended()) && world.ranks_have_ended());
         assert!(done, "programs do not come to an end: {:?}", self.programs());
         let end = self.now + longest;
         let done = self.run_until(end, |world| world.left_over().is_none());

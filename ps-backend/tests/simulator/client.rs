@@ -12,6 +12,7 @@ use libmodelio::wire::{Granted, Message};
 
 use crate::history::{Content, GARBAGE, Uid};
 use crate::moving::Course;
+use crate::parts::PartEvent;
 use crate::programs::{Asked, Program};
 use crate::relaying::{Link, RelayEvent};
 use crate::shard::Sum;
@@ -55,6 +56,8 @@ pub enum ClientEvent {
     Interrupt(usize, Token),
     /// Of the connection to a relay, or of a follower's.
     Relay(RelayEvent),
+    /// Of a rank that publishes in parts.
+    Part(PartEvent),
 }
 
 pub struct Client {
@@ -169,11 +172,15 @@ impl World {
             }
             Action::Awaited(token, result) => {
                 let known = self.clients[index].tokens.remove(&token);
-                let (program, _, _) = known.expect("a wait is answered once");
+                let (program, asked, _) = known.expect("a wait is answered once");
                 if let Ok(version) = &result {
                     assert_eq!(*version, self.clients[index].core.version());
                 }
-                self.awaited(index, program, result.map_err(|error| error.to_string()));
+                let result = result.map_err(|error| error.to_string());
+                match asked {
+                    Asked::Part(uid) => self.part_awaited(uid, result),
+                    _ => self.awaited(index, program, result),
+                }
             }
             Action::Begins { plan, counted } => self.history.begins_plan(id, plan, counted),
             Action::Release(learner, step) => {
@@ -270,6 +277,7 @@ impl World {
             ClientEvent::Program(program, turn) => self.program_goes_on(index, program, turn),
             ClientEvent::Interrupt(program, token) => self.interrupt(index, program, token),
             ClientEvent::Relay(event) => self.relay_event(index, event),
+            ClientEvent::Part(event) => self.part_event(index, event),
         }
     }
 
@@ -441,6 +449,6 @@ impl World {
         if let Keys::Contributions(_, true) = keys {
             of = of.split_off(of.len() - 1);
         }
-        Sum { of, bad }
+        Sum { of, bad, laid: None }
     }
 }

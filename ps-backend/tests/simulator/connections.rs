@@ -126,6 +126,9 @@ impl World {
         connection.epoch += 1;
         let epoch = connection.epoch;
         self.trace(|| format!("the connection of {opener:?} to {acceptor:?} is reset"));
+        if let (Node::Client(index), Node::Partition(partition)) = (opener, acceptor) {
+            self.part_links_break(partition, index);
+        }
         for at_opener in [true, false] {
             let after = self.some_time(20_000);
             self.after(after, Event::Gone { opener, acceptor, epoch, at_opener });

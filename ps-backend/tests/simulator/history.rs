@@ -1,5 +1,7 @@
 //! The history of a run, and whether it was allowed. A run fails by a panic that names the fault.
 
+pub mod sets;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Add;
 
@@ -15,6 +17,7 @@ use ps_backend::core::MemberView;
 use crate::optimizer::Optimizer;
 use crate::settings::{Settings, first_tensor, tensors_of};
 use crate::state::{Block, Step as OptimizerStep, mix, squares};
+use sets::{PartRecord, Sets};
 
 /// One contribution, or one write of weights.
 pub type Uid = u32;
@@ -47,6 +50,11 @@ impl Content {
 
     pub fn digest(&self) -> u64 {
         self.digest
+    }
+
+    /// What this version has added.
+    pub fn added(&self) -> &[Uid] {
+        &self.added
     }
 
     /// Whether this version has added it.
@@ -86,6 +94,8 @@ pub struct Record {
     pub unsure: bool,
     pub outcome: Outcome,
     pub version: Option<Version>,
+    /// It is a part of new weights.
+    pub part: Option<PartRecord>,
 }
 
 impl Record {
@@ -111,6 +121,8 @@ struct Planned {
     missing: usize,
     /// Tensors whose reducers were set again before it, so that their state may begin at zero.
     may_begin_anew: BTreeSet<usize>,
+    /// The parts that it publishes, if there are any.
+    parts: Vec<Uid>,
 }
 
 #[derive(Debug)]
@@ -175,6 +187,7 @@ pub struct History {
     shown_ahead: Vec<(ClientId, Version, usize, Content)>,
     /// Contributions that learners have found in such versions.
     held_ahead: Vec<(Version, Uid)>,
+    pub sets: Sets,
 }
 
 impl History {
@@ -216,6 +229,7 @@ impl History {
             metas: BTreeMap::new(),
             shown_ahead: Vec::new(),
             held_ahead: Vec::new(),
+            sets: Sets::default(),
         }
     }
 
@@ -236,6 +250,7 @@ impl History {
             unsure: false,
             outcome: Outcome::Unknown,
             version: None,
+            part: None,
         };
         self.records.insert(uid, record);
         uid
@@ -307,6 +322,7 @@ impl History {
             granted: BTreeMap::new(),
             missing,
             may_begin_anew: BTreeSet::new(),
+            parts: self.parts_of(plan),
         };
         let known = self.plans.entry(plan.plan).or_insert_with(|| planned.clone());
         if known.provisional && !provisional {
@@ -522,6 +538,10 @@ impl History {
         let meta =
             self.metas.get(&version).expect("a version is announced before shards know that it counts");
         match &planned.work {
+            Work::Assign { .. } if !planned.parts.is_empty() => {
+                let meta = meta.clone();
+                self.check_laid(version, &planned, (&before, &after), &meta);
+            }
             Work::Assign { token } => {
                 assert_eq!(*meta, meta_of(*token as Uid), "the metadata of version {version}");
                 self.check_assigned(version, &before, &after);

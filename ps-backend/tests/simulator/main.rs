@@ -12,10 +12,12 @@ mod connections;
 mod ended;
 mod following;
 mod history;
+mod laying;
 mod memory;
 mod moving;
 mod network;
 mod optimizer;
+mod parts;
 mod programs;
 mod relaying;
 mod settings;
@@ -62,7 +64,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("kills", |world| world.killed, 16),
     ("ended jobs", |world| u64::from(world.ended), 64),
     ("plans that were sealed", |world| world.history.sealed_plans, 2),
-    ("plans that several clients wrote to and that were sealed", |world| world.history.sealed_together, 2),
+    ("plans that several clients wrote to and that were sealed", |world| world.history.sealed_together, 4),
     ("layer-wise steps", |world| world.history.layerwise, 4),
     ("measured norms", |world| world.history.measured, 1),
     ("versions of a grace window that ended", |world| world.history.without_the_late, 4),
@@ -75,7 +77,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("reads of what was lent no more", |world| world.loans.late_reads, 50),
     ("of them, reads of what had changed", |world| world.loans.changed, 64),
     ("lost pins", |world| world.loans.lost_pins, 2),
-    ("copies of versions that were over", |world| world.loans.late_copies, 48),
+    ("copies of versions that were over", |world| world.loans.late_copies, 96),
     ("blocks that were received before their version counted", |world| world.ahead.received, 1),
     ("of them, blocks of plans that made no version", |world| world.ahead.void, 4),
     ("blocks of new weights that were sent while others were written", |world| world.ahead.weights, 4),
@@ -88,6 +90,23 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("relays that failed", |world| world.relayed.failed, 8),
     ("versions that were not pulled", |world| world.history.shown_own(), 4),
     ("grants that name a plan which counts", |world| world.history.told_counted, 1),
+    ("versions of sets of parts", |world| world.history.sets.made, 1),
+    ("blocks of them with something of several parts", |world| world.history.sets.mixed, 1),
+    ("elements of them that several parts had", |world| world.history.sets.overlaps, 1),
+    ("blocks of them with something of no part", |world| world.history.sets.kept, 4),
+    ("complete sets that were refused", |world| world.history.sets.refused, 12),
+    ("refusals of parts for NaN", |world| world.parts.bad, 100),
+    ("refusals of parts because their sets lacked some of the model", |world| world.parts.uncovered, 32),
+    ("refusals of parts because one was gone", |world| world.parts.gone, 32),
+    ("parts whose sets are versions", |world| world.parts.acknowledged, 1),
+    ("of them, versions that their ranks saw", |world| world.parts.seen, 1),
+    ("parts that waited in vain for others", |world| world.parts.lacking, 8),
+    ("parts that came while another set gathered", |world| world.parts.other_set, 2),
+    ("parts that came twice", |world| world.parts.twice, 8),
+    ("parts whose outcome nobody knows", |world| world.parts.unsure, 4),
+    ("ranks that died before their part was asked for", |world| world.parts.died, 12),
+    ("of them, with their clients", |world| world.parts.crashed, 64),
+    ("parts that were taken back", |world| world.parts.withdrawn, 8),
     ("strangers", |world| world.strangers, 1),
     ("lies that were believed", |world| world.believed, 1),
     ("jumps of a shard's clock", |world| world.jumped, 4),

@@ -17,7 +17,7 @@ use crate::world::{Event, Node, Now, World};
 /// Memory that is lent counts only if the version is made before its program needs it back, and so does any contribution
 /// to a deterministic job. Learners that wait for less than a version takes may keep each other from it for ever, also
 /// while the network is well. Then they wait for this much longer.
-const ENOUGH: Now = Now::from_secs(20);
+pub const ENOUGH: Now = Now::from_secs(20);
 
 /// What a request was for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +34,7 @@ pub enum Asked {
     Leave,
     Control,
     Assign(Uid),
+    Part(Uid),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -307,6 +308,9 @@ impl World {
     }
 
     pub fn answered(&mut self, index: usize, at: usize, asked: Asked, result: Result<Message, Refusal>) {
+        if let Asked::Part(uid) = asked {
+            return self.part_answered(index, uid, result);
+        }
         self.trace(|| format!("client {index}, program {at}: {asked:?} is answered with {result:?}"));
         let compute = self.settings.compute;
         let timed_out = matches!(&result, Err(Refusal::Shard(ShardError::TimedOut(_))));

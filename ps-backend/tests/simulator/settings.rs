@@ -8,6 +8,7 @@ use libmodelio::vocabulary::groups::{Groups, TensorReducers};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use crate::network::Weather;
+use crate::parts::InParts;
 use crate::world::Now;
 
 /// The consistency modes of runs. Modes that the controls do not know are left out.
@@ -95,6 +96,8 @@ pub struct Settings {
     pub provisional: bool,
     /// How likely it is that a program writes on when it could commit.
     pub slow: f64,
+    /// There are ranks that publish new weights in parts.
+    pub parts: Option<InParts>,
 }
 
 /// Tensors are one and a half blocks long, so that many blocks have two of them.
@@ -107,7 +110,7 @@ pub fn first_tensor(block: u32) -> usize {
     tensors_of(block).start
 }
 
-fn one_of<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
+pub fn one_of<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
     of[rng.usize(0..of.len())]
 }
 
@@ -253,9 +256,19 @@ impl Settings {
             withholds: rng.u8(0..4) == 0,
             provisional: rng.u8(0..4) > 0,
             slow: one_of(rng, &[0.5, 0.9]),
+            parts: None,
         };
         // Where memory is shared, it is copied from where it lies.
         settings.relays = !settings.shared && of_pulls.u8(0..3) == 0;
+        // New weights are refused with other reducers.
+        let rare = if settings.controls.reducer.takes_weights() { 2 } else { 10 };
+        if of_pulls.u8(0..rare) == 0
+            && let Ok(new) = settings.controls.with("reducer", "assign")
+        {
+            settings.controls = new;
+            settings.changes.retain(|(name, value)| *name != "reducer" || *value == "assign");
+            settings.parts = Some(InParts::draw(&mut of_pulls));
+        }
         // A small model has no tensor for some rules.
         if settings.groups(&settings.controls).is_err() {
             settings.controls = settings.controls.with("tensors", "").expect("a setting");

@@ -9,6 +9,7 @@ use libmodelio::vocabulary::norm::Squares;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
+use ps_backend::coordinator::NOBODY;
 use ps_backend::partition::core::{
     self, Action, NotTaken, PartitionCore, Placement, ReservationOutcome, ReservedPlace, Sent,
 };
@@ -16,6 +17,7 @@ use ps_backend::partition::core::{
 use crate::client::Keys;
 use crate::following::Follower;
 use crate::history::{Content, GARBAGE, Uid};
+use crate::laying::{Bringing, PartsHere};
 use crate::memory::Memory;
 use crate::moving::Life;
 use crate::settings::first_tensor;
@@ -34,16 +36,18 @@ pub struct Sum {
     pub of: Vec<Uid>,
     /// It holds NaN.
     pub bad: bool,
+    /// The block of the next version itself, of which these parts are a part.
+    pub laid: Option<Content>,
 }
 
 /// A payload on its way into the shard's memory.
 #[derive(Clone, Debug)]
 pub struct Reservation {
-    client: ClientId,
-    plan: PlanId,
-    block: u32,
-    place: ReservedPlace,
-    body: Body,
+    pub client: ClientId,
+    pub plan: PlanId,
+    pub block: u32,
+    pub place: ReservedPlace,
+    pub body: Body,
 }
 
 /// Work that is done after a while.
@@ -57,6 +61,10 @@ pub enum ShardEvent {
     Copied(u64),
     /// A client has been silent for long, if it hangs still and its connection is this one.
     Silent(usize, u64),
+    /// A block of new weights in parts is to be made.
+    Lays(PlanId, u32),
+    /// Of the connections over which parts come.
+    Part(Bringing),
 }
 
 /// What a version changes in place, once it counts.
@@ -124,6 +132,7 @@ pub struct Shard {
     parked: VecDeque<(ClientId, PlanId, u32, bool, Body)>,
     /// Clients that get blocks as they are computed.
     pub followers: Vec<Follower>,
+    pub parts: PartsHere,
 }
 
 impl Shard {
@@ -161,6 +170,7 @@ impl Shard {
             kept: BTreeMap::new(),
             parked: VecDeque::new(),
             followers: Vec::new(),
+            parts: PartsHere::default(),
         }
     }
 
@@ -411,6 +421,7 @@ impl World {
                     shard.open.fill(None);
                     shard.back.fill(None);
                     shard.kept.clear();
+                    shard.parts.brought.lets_go(plan);
                     (shard.plan, shard.step) = (None, None);
                 }
                 Action::Abandon(plan) => {
@@ -428,6 +439,7 @@ impl World {
     fn shard_concludes(&mut self, partition: usize, plan: PlanId) {
         let shard = &mut self.shards[partition];
         let work = shard.plan.as_ref().expect("it has begun").work.clone();
+        shard.parts.brought.lets_go(plan);
         assert!(shard.kept.is_empty(), "partition {partition}: plan {plan} counts without what is kept");
         if !work.makes_version() {
             let replaces = shard.replaces();
@@ -468,6 +480,7 @@ impl World {
         match event {
             ShardEvent::Begun(plan) => {
                 self.on_shard(partition, |core, actions| core.begun(plan, actions));
+                self.lays(partition, plan);
                 self.ask_again(partition);
             }
             ShardEvent::Computed(plan, blocks) => {
@@ -501,15 +514,19 @@ impl World {
             }
             ShardEvent::Copied(pin) => self.has_copied(partition, pin),
             ShardEvent::Silent(client, epoch) => self.is_silent(partition, client, epoch),
+            ShardEvent::Lays(plan, block) => self.lays_block(partition, plan, block),
+            ShardEvent::Part(bringing) => self.part_comes(partition, bringing),
             ShardEvent::Came(id) => {
-                let whole = !self.chance(self.settings.broken);
+                // What is made here does not break.
+                let made = self.shards[partition].reservations.get(&id).is_some_and(|of| of.client == NOBODY);
+                let whole = made || !self.chance(self.settings.broken);
                 self.reservation_ends(partition, id, whole);
             }
         }
         self.serves_followers(partition);
     }
 
-    fn on_shard(&mut self, partition: usize, f: impl FnOnce(&mut PartitionCore, &mut Vec<Action>)) {
+    pub fn on_shard(&mut self, partition: usize, f: impl FnOnce(&mut PartitionCore, &mut Vec<Action>)) {
         let mut actions = Vec::new();
         f(&mut self.shards[partition].core, &mut actions);
         self.shard_acts(partition, actions);
@@ -557,7 +574,7 @@ impl World {
             }
             self.together += u64::from(all.len() > 1);
         }
-        let (mut sum, mut culprit, mut stands) = (Vec::new(), None, true);
+        let (mut sum, mut culprit, mut stands, mut laid) = (Vec::new(), None, true, None);
         let replaces = self.shards[partition].replaces();
         let clients: Vec<ClientId> = all.iter().map(|(client, ..)| *client).collect();
         for (of, check, body) in all {
@@ -570,6 +587,7 @@ impl World {
                 sum.clear();
             }
             sum.extend(part.of);
+            laid = laid.or(part.laid);
         }
         self.early += u64::from(self.shards[partition].core.is_provisional());
         let shard = &mut self.shards[partition];
@@ -582,7 +600,10 @@ impl World {
                         shard.open[b].get_or_insert_default().extend(sum);
                         shard.measure(b);
                     }
-                    None => shard.finish(b, shard.compute(b, !first, Some(&sum))),
+                    None => match laid {
+                        Some(laid) => shard.finish(b, shard.front[b].written(laid)),
+                        None => shard.finish(b, shard.compute(b, !first, Some(&sum))),
+                    },
                     Some(_) => {}
                 }
             }
@@ -643,7 +664,7 @@ impl World {
     }
 
     /// What waits may be wanted now.
-    fn ask_again(&mut self, partition: usize) {
+    pub fn ask_again(&mut self, partition: usize) {
         for (client, plan, block, ahead, body) in std::mem::take(&mut self.shards[partition].parked) {
             self.payload_comes(partition, client, (plan, block, ahead), body);
         }
@@ -683,7 +704,7 @@ impl World {
         }
     }
 
-    fn is_reserved(&mut self, partition: usize, reservation: Reservation) {
+    pub fn is_reserved(&mut self, partition: usize, reservation: Reservation) {
         let after = self.some_time(self.settings.arrival);
         let shard = &mut self.shards[partition];
         let id = shard.next_reservation;
@@ -705,15 +726,17 @@ impl World {
         let mut actions = Vec::new();
         let now = self.clock(Node::Partition(partition));
         let shard = &mut self.shards[partition];
-        let mut lacking = None;
+        let (mut lacking, mut unmade) = (None, None);
         let result = match message {
             Message::Start(plan) => {
                 let insists = now >= shard.coordinated_since + INSISTS;
                 let (id, before) = (plan.plan, shard.core.running());
                 let repeats = before.is_some_and(|(of, _)| of == id);
+                unmade = shard.parts.brought.why_not(id).filter(|_| repeats).map(|why| (id, why));
                 let result =
                     shard.core.start(local(&plan, &shard.mine, shard.in_place), insists, &mut actions);
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
+                    shard.parts.brought.takes(id, plan.parts.clone(), plan.base, &shard.mine);
                     shard.starting = Some(*plan);
                 } else if actions.iter().any(|action| matches!(action, Action::Sealed(_))) {
                     // From here on it computes with the steps that are known now.
@@ -732,6 +755,9 @@ impl World {
         };
         if let Err(error) = result {
             self.say_to_coordinator(partition, request, Message::Refused(error.into()));
+        }
+        if let Some((plan, why)) = unmade {
+            self.say_to_coordinator(partition, 0, Message::Unmade { plan, why });
         }
         if let Some((plan, clients)) = lacking {
             self.say_to_coordinator(partition, 0, Message::Lacking { plan, clients });
@@ -772,7 +798,7 @@ impl World {
         self.serves_followers(partition);
     }
 
-    fn say_to_coordinator(&mut self, partition: usize, request: u64, message: Message) {
+    pub fn say_to_coordinator(&mut self, partition: usize, request: u64, message: Message) {
         let coordinator = Node::Coordinator(self.shards[partition].course);
         self.send(Node::Partition(partition), coordinator, request, message, Body::None);
     }

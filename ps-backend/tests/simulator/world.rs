@@ -25,6 +25,7 @@ use crate::history::{Content, History};
 use crate::memory::{Lent, Loans, Patches};
 use crate::moving::{Course, Life, Moves, Moving};
 use crate::network::Network;
+use crate::parts::Parts;
 use crate::programs::Program;
 use crate::relaying::Relayed;
 use crate::settings::Settings;
@@ -35,6 +36,9 @@ const BLOCK: u32 = 64 << 10;
 
 /// More than any run has, also one of a job that trains on for minutes while it is waited for a move to end.
 const MOST_EVENTS: u64 = 20_000_000;
+
+/// A coordinator looks at its clock at least so often, whatever its core has asked for.
+const IDLE: Now = Now::from_millis(200);
 
 /// Time since the beginning of the world.
 pub type Now = Duration;
@@ -128,6 +132,8 @@ pub struct World {
     pub coordinated: usize,
     /// The coordinator has been handed over, and nobody has taken it yet.
     pub frozen: bool,
+    /// When it has last looked at its clock, by that.
+    pub checked_at: Now,
     pub registry: RegistryCore,
     pub moves: Moves,
     pub loans: Loans,
@@ -136,6 +142,7 @@ pub struct World {
     pub relays: Relays,
     pub relayed: Relayed,
     pub ahead: Early,
+    pub parts: Parts,
     /// Blocks of plans that were not sealed yet.
     pub early: u64,
     /// Payloads that came before the plan was sealed, and had to wait for that.
@@ -202,6 +209,7 @@ impl World {
             courses: Vec::new(),
             coordinated: 0,
             frozen: false,
+            checked_at: Now::ZERO,
             registry: RegistryCore::new(),
             moves: Moves::default(),
             loans: Loans::default(),
@@ -209,6 +217,7 @@ impl World {
             relays: Relays::default(),
             relayed: Relayed::default(),
             ahead: Early::default(),
+            parts: Parts::default(),
             early: 0,
             before_the_seal: 0,
             together: 0,
@@ -250,6 +259,7 @@ impl World {
         for learners in world.settings.clients.clone() {
             world.add_client(learners);
         }
+        world.complete_ranks(0);
         world.arm(Node::Coordinator(0));
         world
     }
@@ -275,6 +285,7 @@ impl World {
         }
         let programs = client.programs.len();
         self.clients.push(client);
+        self.add_rank(index);
         self.client_connects(index);
         self.after(self.settings.lease / 4, Event::Client(index, ClientEvent::Touch));
         for program in 0..programs {
@@ -408,10 +419,11 @@ impl World {
                 if self.timers.get(&node).is_some_and(|(counts, _)| *counts == number) {
                     self.timers.remove(&node);
                     if node == self.coordinator_node() && self.is_coordinated() {
+                        self.checked_at = self.clock(node);
                         self.on_coordinator(|coordinator, now, actions| coordinator.tick(now, actions));
                         let (due, now) = (self.coordinator.job().next_deadline(), self.clock(node));
                         assert!(
-                            due.is_none_or(|due| due > now),
+                            due.is_none_or(|due| due > now) && self.coordinator.next_deadline() > now,
                             "the coordinator leaves a request unanswered"
                         );
                     }
@@ -432,7 +444,7 @@ impl World {
             }
             node if node == self.coordinator_node() && self.is_coordinated() => {
                 self.tells_relays();
-                Some(self.coordinator.next_deadline())
+                Some(self.coordinator.next_deadline().min(self.checked_at + IDLE))
             }
             Node::Coordinator(_) | Node::Partition(_) => None,
         };
@@ -506,6 +518,7 @@ impl World {
                     return;
                 }
                 let id = self.clients[index].id;
+                self.part_is_asked(id, request, &message);
                 if matches!(message, Message::Join { .. }) {
                     self.history.joins(&self.members());
                 }
@@ -593,6 +606,7 @@ impl World {
                 if let Message::Joined { learner, incarnation, .. } = &message {
                     self.history.joined((*learner, *incarnation));
                 }
+                self.part_is_answered(id, request, &message);
                 let index = self.client_index(id).expect("a client");
                 self.send(self.coordinator_node(), Node::Client(index), request, message, Body::None);
             }

@@ -62,6 +62,7 @@ fn a_set_that_makes_no_version_is_refused_to_all() {
     for client in [A, B] {
         assert_eq!(answers(&mut bench, client), refused(2, WHY));
     }
+    assert!(bench.sent_to(NOBODY).is_empty(), "nobody has to hear that the plan is over");
     bench.partition(0, Message::Ready { plan: plan.plan });
     bench.partition(plan.plan.0, Message::Done);
     assert_eq!(bench.coordinator.job().version(), Version(0));

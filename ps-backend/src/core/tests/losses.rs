@@ -1,12 +1,12 @@
 //! Contributions that are accumulated together, and payloads that are lost.
 
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::members::{Attached, LeaveReason, LifeSign};
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::bench::{Bench, Uid, everything, job, ok, patient, uid};
+use super::bench::{Bench, Uid, everything, formed, job, ok, patient, uid};
 
 fn accumulating(bench: &Bench) -> Vec<Uid> {
     bench.accumulations.iter().flatten().map(|c| uid(c)).collect()
@@ -165,4 +165,30 @@ fn a_contribution_can_be_taken_back_though_a_plan_reads_it_but_not_once_it_count
     everything(&mut bench, ids[1], false);
     bench.finish_work();
     assert_eq!(bench.versions_of(&[again, ahead]), [Some(Version(1)), Some(Version(2))]);
+}
+
+#[test]
+fn new_weights_prolong_nobodys_patience() {
+    for exits in [false, true] {
+        let settings = [("reducer", "assign"), ("patience", "4"), ("linger", "4")];
+        let (mut bench, ids) = formed(&settings, &["a", "b"]);
+        bench.attach(&ids);
+        if exits {
+            bench.set("patience", "600");
+            bench.core.touch(ids[1].0, LifeSign::Process(Attached::Exited), bench.now);
+        }
+        let (a, _) = everything(&mut bench, ids[0], true);
+        for version in 1..4 {
+            bench.tick(1_000);
+            let ticket = bench.assign(1_000);
+            bench.reduce_done(true);
+            assert!(ok(&bench, ticket) && bench.left.is_empty());
+            assert_eq!(bench.core.version(), Version(version));
+        }
+        bench.tick(1_000);
+        let why = if exits { LeaveReason::Exited } else { LeaveReason::PatienceOver };
+        assert_eq!(bench.left, [(ids[1].0, why)]);
+        bench.reduce_done(true);
+        assert_eq!(bench.versions_of(&[a]), [Some(Version(4))]);
+    }
 }
