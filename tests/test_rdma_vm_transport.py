@@ -56,7 +56,7 @@ def passed(vm, provider, script):  # noqa: F811
 @pytest.mark.parametrize(
     ("provider", "some", "least"),
     [
-        pytest.param("rxe", f"--test-threads 2 {ON_RXE} {AHEAD}", 40, marks=lasts(160)),
+        pytest.param("rxe", f"--test-threads 2 {ON_RXE} {AHEAD}", 38, marks=lasts(160)),
         # What takes longest here and differs least from what runs without a device.
         ("rxe", "--test-threads 2 lent::mapped ahead::a_slow", 3),
         # siw now and then refuses queue pairs for seconds (EINVAL) when two of its users in one process begin at once.

@@ -144,8 +144,8 @@ impl Changed {
         is_shorter
     }
 
-    /// Applies a patch, which may be [`packed()`], to the block that it was made for. Returns what has changed. After an error, the contents of the
-    /// block are void.
+    /// Applies a patch, which may be [`packed()`], to the block that it was made for. Returns what has changed. After an
+    /// error, the contents of the block are void.
     ///
     /// # Errors
     /// [`PatchError`].

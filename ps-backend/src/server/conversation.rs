@@ -51,13 +51,13 @@ struct Asked {
     base: Option<Version>,
 }
 
-/// What is requested of a version.
+/// The part of a request that says what of the version is wanted.
 enum What {
     /// All of it at once.
     Whole,
     /// Blocks.
     Blocks(Range<u32>),
-    /// Which blocks are those of this version, which the client has.
+    /// The list of blocks that are the same in this version, which the client has.
     Unchanged(Version),
 }
 

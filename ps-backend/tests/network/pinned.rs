@@ -10,11 +10,11 @@ use libmodelio::transport::rdma::{Endpoint, Placement, RdmaOptions};
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::vocabulary::ids::{ClientId, Version};
 use libmodelio::vocabulary::transport_kind::TransportKind;
-use libmodelio::wire::{Message, Protocol, Role, frame};
+use libmodelio::wire::{Message, Protocol, Role, ShardRecord, frame};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 
 use crate::payload::of_shard;
-use crate::world::{Client, LONG, Learner, Way, World, until};
+use crate::world::{Client, LONG, Learner, Way, World, is_unreachable, until};
 
 const BYTES: u64 = 1_000_004;
 /// Of a version, in pages.
@@ -80,34 +80,39 @@ fn steps(learner: &Learner, steps: std::ops::RangeInclusive<u64>) {
     }
 }
 
-fn connect(world: &World, transport: TransportChoice) -> Result<Client, String> {
+/// The shard, on a host that has no memory in common with the client.
+fn far(world: &World) -> Vec<ShardRecord> {
     let mut shards = world.shards();
     shards[0].host = "another host".into();
-    world.connect(&shards, transport).map(Client::of).map_err(|error| error.to_string())
+    shards
+}
+
+fn connect(world: &World, transport: TransportChoice) -> Client {
+    Client::of(world.connect(&far(world), transport).unwrap())
 }
 
 /// A client's greeting finds so many pages: by `auto` it goes by TCP, by `rdma` not at all, and says why.
 fn is_turned_away(pages: i64, expected: &str) {
     let world = world(|_| {});
-    let names_the_limit = |why: &str| {
-        assert!(why.contains(expected) && why.contains("RLIMIT_MEMLOCK is "), "{why}");
-        assert!(why.contains("ulimit -l unlimited"), "{why}");
-    };
+    let whys = [expected, "RLIMIT_MEMLOCK is ", "ulimit -l unlimited"];
     let before = pinned();
     limit(Some(pages));
-    let refused = connect(&world, TransportChoice::Rdma).err().expect("no client");
-    names_the_limit(&refused);
-    // All that it had goes with it, and nothing is left of it at the shard.
-    until("what was pinned is not any more", || pinned() == before);
-    let client = connect(&world, TransportChoice::Auto).unwrap();
+    is_unreachable(&whys, |patience| {
+        let refused = world.connect_within(&far(&world), TransportChoice::Rdma, patience).err();
+        // All that it had goes with it, and nothing is left of it at the shard.
+        until("what was pinned is not any more", || pinned() == before);
+        refused.expect("no client")
+    });
+    let client = connect(&world, TransportChoice::Auto);
     let peer = client.shards().remove(0);
     assert_eq!(peer.transport, TransportKind::Tcp);
-    names_the_limit(&peer.no_rdma.expect("a reason"));
+    let no_rdma = peer.no_rdma.expect("a reason");
+    assert!(whys.iter().all(|why| no_rdma.contains(why)), "{no_rdma}");
     let learner = Learner::join(&client, "l");
     steps(&learner, 1..=3);
     // Now there is room for others.
     limit(None);
-    let by_rdma = connect(&world, TransportChoice::Rdma).unwrap();
+    let by_rdma = connect(&world, TransportChoice::Rdma);
     assert_eq!(by_rdma.shards()[0].transport, TransportKind::Rdma);
     assert_eq!(by_rdma.version(), Version(3));
 }
@@ -134,11 +139,11 @@ fn versions_that_a_client_may_not_pin_come_through_the_ring() {
     }
     let world = world(|options| options.placement = Placement::Static);
     // So that the shard has all that it needs.
-    let first = connect(&world, TransportChoice::Rdma).unwrap();
+    let first = connect(&world, TransportChoice::Rdma);
     let learner = Learner::join(&first, "first");
     steps(&learner, 1..=4);
     learner.leave();
-    let client = connect(&world, TransportChoice::Rdma).unwrap();
+    let client = connect(&world, TransportChoice::Rdma);
     limit(Some(0));
     let learner = Learner::join(&client, "second");
     steps(&learner, 5..=10);
@@ -214,7 +219,7 @@ fn versions_that_a_shard_may_not_pin_go_through_the_ring() {
     }
     // Slots that are granted to a connection are pinned as long as it lasts.
     let world = world(|options| options.placement = Placement::Dynamic);
-    let client = connect(&world, TransportChoice::Rdma).unwrap();
+    let client = connect(&world, TransportChoice::Rdma);
     let learner = Learner::join(&client, "l");
     steps(&learner, 1..=4);
     assert_eq!(client.payload().unwrap().pull_copied_bytes, 0);
@@ -233,7 +238,7 @@ fn versions_that_a_shard_may_not_pin_go_through_the_ring() {
     assert!(sent >= BYTES, "{of_shard_after:?}");
     // What lies there can be read when it may be pinned; that is found out with the next greeting.
     limit(None);
-    let _another = connect(&world, TransportChoice::Rdma).unwrap();
+    let _another = connect(&world, TransportChoice::Rdma);
     let before = client.payload().unwrap();
     steps(&learner, 11..=16);
     let after = client.payload().unwrap();
@@ -249,7 +254,7 @@ fn versions_are_pinned_before_sums() {
     let way = Way::rdma_with(|options| options.placement = Placement::Dynamic).expect("there is a device");
     let mut world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
     world.rdma = RdmaOptions { arena: ARENA, ..world.rdma };
-    let clients = [(); 2].map(|()| connect(&world, TransportChoice::Rdma).unwrap());
+    let clients = [(); 2].map(|()| connect(&world, TransportChoice::Rdma));
     let learners = [Learner::join(&clients[0], "a"), Learner::join(&clients[1], "b")];
     let steps = |steps: std::ops::RangeInclusive<u64>| {
         let before = of_shard(&world).push_stored_bytes;

@@ -76,9 +76,9 @@ impl Job {
         RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Publishes a part of new weights, and waits until all parts of its set are a version that this client shows. `pieces` say where the part's
-    /// bytes belong in the model, and where the same bytes lie in `memory`, in the same order. Now and then, `goes_on` says
-    /// whether anybody waits.
+    /// Publishes a part of new weights, and waits until all parts of its set are a version that this client shows.
+    /// `pieces` say where the part's bytes belong in the model, and where the same bytes lie in `memory`, in the same
+    /// order. Now and then, `goes_on` says whether anybody waits.
     ///
     /// # Errors
     /// [`PartError`]. No part of the set is in a version then.

@@ -39,7 +39,7 @@ impl Outgoing {
         Outgoing { message, request, epoch: Epoch(0), payload: None }
     }
 
-    /// What its payload brings of a block that has changed. None if that is no patch.
+    /// The payload, if it is a patch.
     pub(super) fn patch(&mut self) -> Option<&mut LentPayload> {
         let is_patch = matches!(
             self.message,

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use crate::transport::stream::Traffic;
 
-/// It is judged after so long on the link whether the peer holds it up.
+/// Bytes must have been on the link for so long before the peer is judged again.
 const JUDGED: Duration = Duration::from_millis(10);
-/// Shorter patches go as they are.
+/// Patches of fewer bytes go as they are.
 const SHORTEST: usize = 512;
 /// A link is slow if a byte takes so many times as long as compressing it. About a third is saved.
 const SLOWER: f64 = 8.0;
@@ -53,8 +53,8 @@ impl Pace {
         self.time = self.rate.map_or(Duration::ZERO, time);
     }
 
-    /// Whether a patch of so many bytes is to be compressed.
-    pub(super) fn has_time(&mut self, bytes: usize) -> bool {
+    /// Whether a patch of so many bytes is to be compressed. [`Self::took`] follows then.
+    pub(super) fn compresses(&mut self, bytes: usize) -> bool {
         let is_slow = self.rate.is_some_and(|rate| rate * SLOWER < self.speed);
         if bytes < SHORTEST || self.by_peer || !(is_slow || self.time > Duration::ZERO) {
             return false;
@@ -88,52 +88,52 @@ mod tests {
     #[test]
     fn patches_are_compressed_while_the_kernel_has_enough_to_send() {
         let mut pace = Pace::default();
-        assert!(!pace.has_time(1 << 16), "nothing is known");
+        assert!(!pace.compresses(1 << 16), "nothing is known");
         pace.sees(traffic(300_000, 20 * MS, Duration::ZERO));
-        assert!(pace.has_time(1 << 16) && !pace.has_time(SHORTEST - 1));
+        assert!(pace.compresses(1 << 16) && !pace.compresses(SHORTEST - 1));
         pace.took((1000, 600), 2 * MS);
-        assert!(pace.has_time(1 << 16));
+        assert!(pace.compresses(1 << 16));
         pace.took((1000, 600), MS);
-        assert!(!pace.has_time(1 << 16), "the link would wait");
+        assert!(!pace.compresses(1 << 16), "the link would wait");
         pace.sees(traffic(0, 40 * MS, Duration::ZERO));
-        assert!(!pace.has_time(1 << 16), "the link is faster");
+        assert!(!pace.compresses(1 << 16), "the link is faster");
     }
 
     #[test]
     fn all_patches_are_compressed_for_a_slow_link() {
         let (mut pace, idle) = (Pace::default(), traffic(0, 20 * MS, Duration::ZERO));
         pace.sees(Traffic { rate: 12_000_000, ..idle });
-        assert!(pace.has_time(1 << 16));
+        assert!(pace.compresses(1 << 16));
         // 100 MB/s.
         (0..100).for_each(|_| pace.took((1_000_000, 600_000), 10 * MS));
         pace.sees(Traffic { rate: 13_000_000, ..idle });
-        assert!(!pace.has_time(1 << 16), "compressing is too slow for that");
+        assert!(!pace.compresses(1 << 16), "compressing is too slow for that");
         pace.sees(Traffic { rate: 12_000_000, ..idle });
-        assert!(pace.has_time(1 << 16));
+        assert!(pace.compresses(1 << 16));
         pace.sees(Traffic { rate: 99_000_000, too_few: true, ..idle });
-        assert!(pace.has_time(1 << 16), "what few bytes say does not count");
+        assert!(pace.compresses(1 << 16), "what few bytes say does not count");
         let mut other = Pace::default();
         other.sees(Traffic { rate: 1_000_000, too_few: true, ..idle });
-        assert!(!other.has_time(1 << 16), "the link may be faster");
+        assert!(!other.compresses(1 << 16), "the link may be faster");
     }
 
     #[test]
     fn a_peer_that_is_slower_than_the_link_gets_patches_as_they_are() {
         let mut pace = Pace::default();
         pace.sees(traffic(300_000, 20 * MS, 11 * MS));
-        assert!(!pace.has_time(1 << 16));
+        assert!(!pace.compresses(1 << 16));
         pace.sees(traffic(300_000, 29 * MS, 11 * MS));
-        assert!(!pace.has_time(1 << 16), "too early to judge");
+        assert!(!pace.compresses(1 << 16), "too early to judge");
         pace.sees(traffic(300_000, 30 * MS, 16 * MS));
-        assert!(pace.has_time(1 << 16));
+        assert!(pace.compresses(1 << 16));
     }
 
     #[test]
     fn patches_that_become_no_shorter_are_left_for_a_while() {
         let mut pace = Pace::default();
         pace.sees(traffic(300_000, 20 * MS, Duration::ZERO));
-        assert!(pace.has_time(1 << 16));
+        assert!(pace.compresses(1 << 16));
         pace.took((1000, 950), Duration::ZERO);
-        assert_eq!((0..100).position(|_| pace.has_time(1 << 16)), Some(PASSED_OVER as usize));
+        assert_eq!((0..100).position(|_| pace.compresses(1 << 16)), Some(PASSED_OVER as usize));
     }
 }

@@ -92,7 +92,7 @@ impl Sending {
 
     /// Compresses a patch, if there is time for that.
     fn pack(&mut self, patch: &mut LentPayload) {
-        if !self.pace.has_time(patch.len()) {
+        if !self.pace.compresses(patch.len()) {
             return;
         }
         let (began, mut plain) = (Instant::now(), Vec::with_capacity(patch.len()));

@@ -253,7 +253,8 @@ impl Partition {
         Ok((encoded, None))
     }
 
-    /// Which blocks of a version are those of `base`, the version that the client has. None are if the shard does not know.
+    /// The blocks of a version that are the same in `base`, the version that the client has. If the shard does not know,
+    /// it names none.
     pub(in crate::server) fn unchanged(&self, of: &Sending, base: Version) -> Message {
         let mine = self.store.partition().blocks().iter().zip(0..);
         let is_same = |local| of.since.as_ref().is_some_and(|since| since.is_same(BlockId(local)));

@@ -8,7 +8,7 @@ use crate::vocabulary::ids::{BlockId, Version};
 /// The shard has this long to answer, once the version can be read.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What is known of them.
+/// What the client knows of a version's blocks that need not be read.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum Unchanged {
     /// Nothing, and no answer comes. All blocks are read.
