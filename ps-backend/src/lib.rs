@@ -15,3 +15,4 @@ pub mod relays;
 pub mod server;
 pub mod snapshot;
 pub mod state_copies;
+pub mod stores;

@@ -16,6 +16,7 @@
 //! | `directory` | a directory that is written into: its lock, names, and removals |
 //! | `checked` | files with a checksum for each block |
 //! | `writer`, `reader` | a directory as a sink, and as a source |
+//! | `packed` | a snapshot in a store of objects, which several processes write |
 //! | `load` | the memory of a partition as a sink |
 
 mod checked;
@@ -25,6 +26,7 @@ mod files;
 mod head;
 mod load;
 mod manifest;
+mod packed;
 mod reader;
 mod shards;
 mod stream;
@@ -44,11 +46,13 @@ use crate::core::JobRecord;
 use crate::memory::gib;
 use crate::partition::store::PartitionError;
 use crate::partition::store::kept_range;
+use crate::stores::StoreError;
 
 pub use copied::Copied;
 pub use files::MANIFEST;
 pub use head::{Head, settings};
 pub use load::Load;
+pub use packed::{Description, Keep, Pack, PackedReader, Part, PieceHash, Place, Places, Shelf, write_part};
 pub use reader::Reader;
 pub use shards::{Fetched, Shards};
 pub use stream::{Stream, StreamHead, head_bytes};
@@ -118,6 +122,9 @@ pub enum SnapshotError {
     /// The snapshot's description of the model or the job is wrong.
     #[error("{0}")]
     Invalid(String),
+    /// The store of a snapshot.
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// There is not enough memory for the copy.
     #[error(
         "not enough memory: a snapshot is copied first, which takes {:.1} GiB, and {:.1} GiB are available",

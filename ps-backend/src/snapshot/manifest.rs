@@ -35,17 +35,10 @@ impl Manifest {
         Manifest { format: FORMAT, head, id: Some(id.to_owned()), files }
     }
 
-    fn encode(&self) -> Result<String, serde_json::Error> {
-        let mut text = serde_json::to_string(self)?;
-        text.pop();
-        let checksum = crc32c(text.as_bytes());
-        text.push_str(&format!("{BEFORE_CHECKSUM}{checksum:08x}{AFTER_CHECKSUM}"));
-        Ok(text)
-    }
-
     /// Writes it under its own name. When it has its place, the directory is this snapshot.
     pub(super) fn write(&self, dir: &Directory) -> Result<(), SnapshotError> {
-        let text = self.encode().map_err(|error| SnapshotError::Invalid(error.to_string()))?;
+        let text = serde_json::to_string(self).map_err(|error| SnapshotError::Invalid(error.to_string()))?;
+        let text = seal(text);
         let (path, mut file) = dir.create(MANIFEST)?;
         file.write_all(text.as_bytes()).map_err(SnapshotError::file(&path))?;
         sync(&path, &file)
@@ -62,23 +55,8 @@ impl Manifest {
         };
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(SnapshotError::file(&path))?;
+        let text = unseal(&path, bytes, FORMAT)?;
         let damaged = |why: String| SnapshotError::damaged(&path, why);
-        // In another format, only the number can be relied on.
-        #[derive(Deserialize)]
-        struct Numbered {
-            format: u64,
-        }
-        let text = String::from_utf8(bytes).map_err(|_| damaged("it is no text".into()))?;
-        let Numbered { format } =
-            serde_json::from_str(&text).map_err(|error| damaged(format!("it cannot be read: {error}")))?;
-        if format != FORMAT {
-            return Err(SnapshotError::Format { path, expected: FORMAT, got: format });
-        }
-        let checked = text.strip_suffix(AFTER_CHECKSUM).and_then(|text| text.rsplit_once(BEFORE_CHECKSUM));
-        let (body, checksum) = checked.ok_or_else(|| damaged("it has no checksum at its end".into()))?;
-        if format!("{:08x}", crc32c(body.as_bytes())) != checksum {
-            return Err(damaged("it is not what was written: its checksum is another one".into()));
-        }
         let manifest: Manifest =
             serde_json::from_str(&text).map_err(|error| damaged(format!("it cannot be read: {error}")))?;
         match &manifest.id {
@@ -86,4 +64,34 @@ impl Manifest {
             _ => Ok(manifest),
         }
     }
+}
+
+/// A description with its own checksum at its end.
+pub(super) fn seal(mut text: String) -> String {
+    text.pop();
+    let checksum = crc32c(text.as_bytes());
+    text.push_str(&format!("{BEFORE_CHECKSUM}{checksum:08x}{AFTER_CHECKSUM}"));
+    text
+}
+
+/// The text of a description of this format, if it is as it was written.
+pub(super) fn unseal(path: &Path, bytes: Vec<u8>, expected: u64) -> Result<String, SnapshotError> {
+    let damaged = |why: String| SnapshotError::damaged(path, why);
+    // In another format, only the number can be relied on.
+    #[derive(Deserialize)]
+    struct Numbered {
+        format: u64,
+    }
+    let text = String::from_utf8(bytes).map_err(|_| damaged("it is no text".into()))?;
+    let Numbered { format: got } =
+        serde_json::from_str(&text).map_err(|error| damaged(format!("it cannot be read: {error}")))?;
+    if got != expected {
+        return Err(SnapshotError::Format { path: path.to_owned(), expected, got });
+    }
+    let checked = text.strip_suffix(AFTER_CHECKSUM).and_then(|text| text.rsplit_once(BEFORE_CHECKSUM));
+    let (body, checksum) = checked.ok_or_else(|| damaged("it has no checksum at its end".into()))?;
+    if format!("{:08x}", crc32c(body.as_bytes())) != checksum {
+        return Err(damaged("it is not what was written: its checksum is another one".into()));
+    }
+    Ok(text)
 }

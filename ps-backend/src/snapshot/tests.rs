@@ -17,10 +17,10 @@ use super::files::{INDEX, is_of_snapshot};
 use super::*;
 use crate::core::LearnerRecord;
 
-const BLOCK: u32 = 64 << 10;
+pub(super) const BLOCK: u32 = 64 << 10;
 
 /// Types of all kinds, an empty tensor among them, and blocks that hold several of them.
-fn head(optimizer: Reducer, stepped: u64) -> Head {
+pub(super) fn head(optimizer: Reducer, stepped: u64) -> Head {
     let tensors = vec![
         ("d".to_owned(), DType::F64, vec![3, 1000]),
         ("a/b".to_owned(), DType::F32, vec![20_011]),
@@ -50,7 +50,7 @@ fn head(optimizer: Reducer, stepped: u64) -> Head {
 }
 
 /// Bytes that tell where they are from.
-fn expected((_, what): Piece, range: &std::ops::Range<u64>) -> Vec<u8> {
+pub(super) fn expected((_, what): Piece, range: &std::ops::Range<u64>) -> Vec<u8> {
     let kind = match what {
         DataKind::Weights => 1,
         DataKind::Masters => 2,

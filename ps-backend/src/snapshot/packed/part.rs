@@ -1,0 +1,126 @@
+//! What one process writes of a snapshot: the pieces that it has, but for those that are as they were.
+
+use std::sync::mpsc::sync_channel;
+
+use parking_lot::Mutex;
+use rayon::prelude::*;
+
+use super::PACK_BYTES;
+use super::places::{Pack, PieceHash, Place, Places, hash_of};
+use crate::snapshot::{Piece, SnapshotError};
+use crate::stores::{Existing, Objects};
+
+/// Packs that are written at once: one is on its way to the disk while another is copied.
+const WRITERS: usize = 2;
+
+/// What was written.
+#[derive(Debug)]
+pub struct Part {
+    /// Where its pieces lie, also those of before.
+    pub places: Places,
+    /// Bytes of new packs.
+    pub written: u64,
+}
+
+/// A pack that is to be written.
+struct Filled<'a> {
+    number: u32,
+    pieces: Vec<(Piece, &'a [u8], PieceHash)>,
+}
+
+/// Writes pieces, which come in the order in which they are to lie. Packs are called `name` and a number. A piece that is as
+/// `before` has it is named and not written. Calls `done` with the number of bytes that are dealt with; it can return an
+/// interruption.
+///
+/// # Errors
+/// [`SnapshotError`]; the packs that are there belong to no snapshot then.
+pub fn write_part<'a>(
+    store: &dyn Objects,
+    name: &str,
+    before: &Places,
+    pieces: impl Iterator<Item = (Piece, &'a [u8])>,
+    done: &(dyn Fn(u64) -> Result<(), SnapshotError> + Sync),
+) -> Result<Part, SnapshotError> {
+    let (filled, packs) = sync_channel::<Filled<'a>>(1);
+    let (packs, written) =
+        (Mutex::new(Some(packs)), Mutex::new(Part { places: Places::default(), written: 0 }));
+    let (packs, written_here) = (&packs, &written);
+    std::thread::scope(|scope| {
+        let write = move || -> Result<(), SnapshotError> {
+            loop {
+                let next = packs.lock().as_ref().and_then(|packs| packs.recv().ok());
+                let Some(pack) = next else { return Ok(()) };
+                let name = format!("{name}-{:05}", pack.number);
+                let bytes: Vec<&[u8]> = pack.pieces.iter().map(|(_, bytes, _)| *bytes).collect();
+                store.put(&name, &bytes, Existing::Kept)?;
+                let len = bytes.iter().map(|bytes| bytes.len() as u64).sum();
+                written_here.lock().add(&Pack { name, bytes: len }, &pack.pieces);
+                done(len)?;
+            }
+        };
+        // With the end of the channel, nobody writes in vain, or waits for a writer that has gone.
+        let write = move || write().inspect_err(|_| drop(packs.lock().take()));
+        let writers: Vec<_> = (0..WRITERS).map(|_| scope.spawn(write)).collect();
+        let mut number = 0;
+        let mut next = Vec::new();
+        let mut pieces = pieces.peekable();
+        let mut sorted = Ok(());
+        while pieces.peek().is_some() && sorted.is_ok() {
+            let some = take_bytes(&mut pieces, PACK_BYTES);
+            let hashes: Vec<PieceHash> = some.par_iter().map(|(_, bytes)| hash_of(bytes)).collect();
+            for ((piece, bytes), hash) in some.into_iter().zip(hashes) {
+                match before.of(piece) {
+                    Some((place, pack)) if (place.hash, place.bytes as usize) == (hash, bytes.len()) => {
+                        let mut written = written.lock();
+                        let pack = written.places.pack(pack);
+                        written.places.add(piece, Place { pack, ..*place });
+                        drop(written);
+                        sorted = sorted.and_then(|()| done(bytes.len() as u64));
+                    }
+                    _ => next.push((piece, bytes, hash)),
+                }
+            }
+            let len: usize = next.iter().map(|(_, bytes, _)| bytes.len()).sum();
+            if len >= PACK_BYTES || pieces.peek().is_none() && len > 0 {
+                let pack = Filled { number, pieces: std::mem::take(&mut next) };
+                number += 1;
+                // Otherwise a writer has failed.
+                if filled.send(pack).is_err() {
+                    break;
+                }
+            }
+        }
+        drop(filled);
+        let panicked = || SnapshotError::Invalid("a thread that wrote packs has panicked".into());
+        let ended = writers.into_iter().map(|writer| writer.join().unwrap_or_else(|_| Err(panicked())));
+        ended.fold(sorted, |before, ended| before.and(ended))
+    })?;
+    Ok(written.into_inner())
+}
+
+/// The next pieces, of about so many bytes.
+fn take_bytes<'a>(
+    pieces: &mut impl Iterator<Item = (Piece, &'a [u8])>,
+    bytes: usize,
+) -> Vec<(Piece, &'a [u8])> {
+    let mut left = bytes;
+    let mut taken = Vec::new();
+    while left > 0
+        && let Some((piece, bytes)) = pieces.next()
+    {
+        left = left.saturating_sub(bytes.len());
+        taken.push((piece, bytes));
+    }
+    taken
+}
+
+impl Part {
+    fn add(&mut self, pack: &Pack, pieces: &[(Piece, &[u8], PieceHash)]) {
+        let (number, mut offset) = (self.places.pack(pack), 0);
+        for &(piece, bytes, hash) in pieces {
+            self.places.add(piece, Place { pack: number, offset, bytes: bytes.len() as u32, hash });
+            offset += bytes.len() as u64;
+        }
+        self.written += offset;
+    }
+}

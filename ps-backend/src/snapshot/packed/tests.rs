@@ -1,0 +1,217 @@
+//! What several writers have written is read again, in other blocks too; what has not changed is not written again; and
+//! what is damaged is refused by name.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::reducer::Reducer;
+
+use super::shelf::staying;
+use super::*;
+use crate::partition::store::kept_range;
+use crate::snapshot::tests::{BLOCK, expected, head};
+use crate::snapshot::{Head, Piece, SnapshotError, kinds, pieces};
+
+type Contents = BTreeMap<Piece, Vec<u8>>;
+
+fn contents(head: &Head) -> Contents {
+    let layout = head.layout(head.block_size).unwrap();
+    let content = |piece: Piece| (piece, expected(piece, &kept_range(&layout, piece.0, piece.1)));
+    pieces(&layout, kinds(&head.record)).map(content).collect()
+}
+
+/// Writes a snapshot by so many writers, and returns its name and the bytes of its new packs.
+fn write(
+    shelf: &Shelf,
+    id: u64,
+    head: &Head,
+    contents: &Contents,
+    writers: u32,
+    before: &Places,
+) -> (String, u64) {
+    let (mut places, mut written) = (Places::default(), 0);
+    for writer in 0..writers {
+        let of_writer = contents.iter().filter(|((block, _), _)| block.0 % writers == writer);
+        // Kind by kind, as copies have them.
+        let mut of_writer: Vec<(Piece, &[u8])> =
+            of_writer.map(|(piece, bytes)| (*piece, &bytes[..])).collect();
+        of_writer.sort_by_key(|((block, kind), _)| (*kind, *block));
+        let name = Shelf::pack_name(id, writer);
+        let part = write_part(&**shelf.store(), &name, before, of_writer.into_iter(), &|_| Ok(())).unwrap();
+        let text = serde_json::to_string(&part.places).unwrap();
+        let read: Places = serde_json::from_str(&text).unwrap();
+        assert!(read == part.places && places.add_all(&read));
+        written += part.written;
+    }
+    (shelf.add(id, head.clone(), id, places).unwrap(), written)
+}
+
+fn check(shelf: &Shelf, name: &str, contents: &Contents, head: &Head) {
+    let stored = head.layout(head.block_size).unwrap();
+    for block_size in [BLOCK, 4 * BLOCK, 1 << 20] {
+        let description = shelf.description(name).unwrap();
+        assert_eq!(description.head, *head);
+        let reader = PackedReader::new(shelf.store().clone(), description, Some(block_size)).unwrap();
+        let layout: &ModelLayout = reader.layout();
+        for (block, kind) in pieces(layout, kinds(&head.record)) {
+            let mut bytes = Vec::new();
+            reader.piece((block, kind), &mut bytes).unwrap();
+            let range = kept_range(layout, block, kind);
+            let mut wanted = vec![0; (range.end - range.start) as usize];
+            let mut any = false;
+            for ((of, what), content) in contents.iter().filter(|((_, what), _)| *what == kind) {
+                let there = kept_range(&stored, *of, *what);
+                let (from, to) = (there.start.max(range.start), there.end.min(range.end));
+                if from < to {
+                    any = true;
+                    wanted[(from - range.start) as usize..(to - range.start) as usize].copy_from_slice(
+                        &content[(from - there.start) as usize..(to - there.start) as usize],
+                    );
+                }
+            }
+            assert!(bytes == wanted || !any && bytes.is_empty(), "{kind:?} of {block} in {block_size}");
+        }
+        let mut read = 0;
+        reader
+            .verify(&mut |bytes| {
+                read += bytes;
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(read, reader.len());
+    }
+}
+
+fn shelf() -> (tempfile::TempDir, Shelf) {
+    let dir = tempfile::tempdir().unwrap();
+    let shelf = Shelf::open(dir.path().to_str().unwrap()).unwrap();
+    (dir, shelf)
+}
+
+#[test]
+fn a_snapshot_of_several_writers_is_read_in_blocks_of_any_size() {
+    for (reducer, stepped) in [(Reducer::Adam, 0), (Reducer::Adam, 7), (Reducer::Sgd, 3)] {
+        for writers in [1, 3] {
+            let ((_dir, shelf), head) = (shelf(), head(reducer, stepped));
+            let contents = contents(&head);
+            let (name, written) = write(&shelf, 1, &head, &contents, writers, &Places::default());
+            assert_eq!(written, contents.values().map(|bytes| bytes.len() as u64).sum::<u64>());
+            check(&shelf, &name, &contents, &head);
+        }
+    }
+}
+
+#[test]
+fn what_has_not_changed_is_not_written_again_and_stays_when_its_snapshot_goes() {
+    let ((dir, shelf), mut head) = (shelf(), head(Reducer::Adam, 7));
+    let mut contents = contents(&head);
+    let (first, all) = write(&shelf, 1, &head, &contents, 2, &Places::default());
+    let before = shelf.description(&first).unwrap().places;
+    let piece = *contents.keys().nth(3).unwrap();
+    contents.get_mut(&piece).unwrap()[5] ^= 1;
+    head.record.version = Version(10);
+    // By another number of writers.
+    let (second, written) = write(&shelf, 2, &head, &contents, 3, &before);
+    assert_eq!(written, contents[&piece].len() as u64);
+    assert!(written < all / 4);
+    assert_eq!(shelf.names().unwrap(), [first, second.clone()]);
+    fs::write(dir.path().join("packs/0000000000000009-0-00000"), "of a snapshot that did not get to its end")
+        .unwrap();
+    shelf.collect(Keep { newest: 1, every: Duration::ZERO }).unwrap();
+    assert_eq!(shelf.names().unwrap(), [second.clone()]);
+    check(&shelf, &second, &contents, &head);
+    assert!(!dir.path().join("packs/0000000000000009-0-00000").exists());
+}
+
+/// All files below a directory.
+fn files(dir: &Path) -> Vec<std::path::PathBuf> {
+    let folders = ["packs", "snapshots"].into_iter();
+    let mut files: Vec<_> = folders
+        .flat_map(|folder| fs::read_dir(dir.join(folder)).unwrap().map(|entry| entry.unwrap().path()))
+        .collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn a_flipped_bit_a_short_pack_and_a_lost_one_are_refused_by_name() {
+    let ((dir, shelf), head) = (shelf(), head(Reducer::Adam, 7));
+    let (name, _) = write(&shelf, 1, &head, &contents(&head), 2, &Places::default());
+    let verify = || -> Result<(), SnapshotError> {
+        let reader = PackedReader::new(shelf.store().clone(), shelf.description(&name)?, None)?;
+        reader.verify(&mut |_| Ok(()))
+    };
+    verify().unwrap();
+    for path in files(dir.path()) {
+        let bytes = fs::read(&path).unwrap();
+        for at in [0, bytes.len() / 2, bytes.len() - 1] {
+            let mut flipped = bytes.clone();
+            flipped[at] ^= 4;
+            fs::write(&path, &flipped).unwrap();
+            let why = verify().unwrap_err().to_string();
+            assert!(why.contains(path.file_name().unwrap().to_str().unwrap()), "{why}");
+        }
+        fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+        verify().unwrap_err();
+        fs::remove_file(&path).unwrap();
+        let why = verify().unwrap_err().to_string();
+        assert!(
+            why.contains("there is no") && why.contains(path.file_name().unwrap().to_str().unwrap()),
+            "{why}"
+        );
+        fs::write(&path, &bytes).unwrap();
+        verify().unwrap();
+    }
+}
+
+#[test]
+fn a_snapshot_with_a_part_missing_is_none() {
+    let ((_dir, shelf), head) = (shelf(), head(Reducer::Adam, 7));
+    let contents = contents(&head);
+    let some = contents.iter().filter(|((block, _), _)| *block != BlockId(1));
+    let some = some.map(|(piece, bytes)| (*piece, &bytes[..]));
+    let part = write_part(&**shelf.store(), "packs/x", &Places::default(), some, &|_| Ok(())).unwrap();
+    let why = shelf.add(1, head, 0, part.places).unwrap_err().to_string();
+    assert!(why.contains("of block 1"), "{why}");
+    assert_eq!(shelf.names().unwrap(), [""; 0]);
+}
+
+#[test]
+fn a_writer_that_fails_or_is_interrupted_ends_the_others() {
+    let ((dir, shelf), head) = (shelf(), head(Reducer::Adam, 7));
+    let contents = contents(&head);
+    let all = || contents.iter().map(|(piece, bytes)| (*piece, &bytes[..]));
+    let none = Places::default();
+    let interrupted =
+        write_part(&**shelf.store(), "packs/x", &none, all(), &|_| Err(SnapshotError::Interrupted));
+    assert!(matches!(interrupted, Err(SnapshotError::Interrupted)));
+    // Many packs, and a store that takes none.
+    fs::remove_dir_all(dir.path()).unwrap();
+    fs::write(dir.path(), "no directory").unwrap();
+    let long = vec![7; PACK_BYTES / 2];
+    let many = (0..12).map(|block| ((BlockId(block), libmodelio::wire::DataKind::Weights), &long[..]));
+    let failed = write_part(&**shelf.store(), "packs/x", &none, many, &|_| Ok(()));
+    assert!(matches!(failed, Err(SnapshotError::Store(_))), "{failed:?}");
+    fs::remove_file(dir.path()).unwrap();
+    fs::create_dir(dir.path()).unwrap();
+}
+
+#[test]
+fn the_newest_snapshots_stay_and_one_of_each_time() {
+    let kept = |taken: &[u64], newest, every| -> Vec<u64> {
+        let stays = staying(taken, Keep { newest, every: Duration::from_secs(every) });
+        taken.iter().zip(stays).filter(|(_, stays)| *stays).map(|(taken, _)| *taken).collect()
+    };
+    let taken = [10, 20, 65, 70, 130, 131];
+    assert_eq!(kept(&taken, 2, 0), [130, 131]);
+    assert_eq!(kept(&taken, 0, 0), [131]);
+    assert_eq!(kept(&taken, 1, 60), [10, 65, 130, 131]);
+    assert_eq!(kept(&taken, 9, 60), taken);
+    // A clock that was set back.
+    assert_eq!(kept(&[130, 10, 131], 1, 60), [130, 10, 131]);
+    assert_eq!(kept(&[], 1, 60), [0; 0]);
+}
