@@ -101,10 +101,10 @@ def test_each_open_of_publish_is_a_publication_of_its_own(mounted):
     assert all(os.fstat(fd).st_size == SIZE for fd in fds)
     os.pwrite(fds[0], filled(mount, 1), 0)
     os.pwrite(fds[1], f32(5), 4)
-    os.close(fds[1])
-    assert mount.version() == 1 and array(mount.model / "weights")[:3].tolist() == [0, 5, 0]
     os.close(fds[0])
-    assert mount.version() == 2 and (array(mount.model / "weights") == 1).all()
+    assert mount.version() == 1 and (array(mount.model / "weights") == 1).all()
+    os.close(fds[1])
+    assert mount.version() == 2 and array(mount.model / "weights")[:3].tolist() == [1, 5, 1]
     # The same one cannot be opened twice: the second program would not know whose bytes count.
     fd = os.open(mount.model / "publish", os.O_WRONLY)
     fails(errno.EBUSY, os.open, f"/proc/self/fd/{fd}", os.O_WRONLY)
@@ -113,14 +113,36 @@ def test_each_open_of_publish_is_a_publication_of_its_own(mounted):
     assert mount.version() == 2, "without anything written"
 
 
-def test_each_open_of_publish_is_a_publication_of_its_own__however_many_come_at_once(mounted):
+def test_of_two_publications_at_once_the_first_to_end_is_published(mounted):
+    mount = mounted()
+    fds = [os.open(mount.model / "publish", os.O_WRONLY) for _ in range(2)]
+    for value, fd in enumerate(fds, 1):
+        os.pwrite(fd, filled(mount, value), 0)
+    os.fsync(fds[1])
+    fails(errno.EBUSY, os.fsync, fds[0])
+    assert "has published other weights" in why(mount) and "newest version is 1" in why(mount)
+    assert mount.version() == 1 and (array(mount.model / "weights") == 2).all()
+    # Whoever knows that, and wants it, replaces them.
+    os.pwrite(fds[0], filled(mount, 3), 0)
+    os.fsync(fds[0])
+    assert mount.version() == 2 and (array(mount.model / "weights") == 3).all()
+    for fd in fds:
+        os.close(fd)
+
+
+def test_of_two_publications_at_once_the_first_to_end_is_published__however_many_come(mounted):
     mount = mounted(max_versions=16)
     start, threads = threading.Barrier(4), Threads()
 
     def publishes(value):
         start.wait(300)
         for _ in range(10):
-            publish(mount, filled(mount, value))
+            while True:
+                try:
+                    publish(mount, filled(mount, value))
+                    break
+                except OSError as error:
+                    assert error.errno == errno.EBUSY
 
     for writer in [threads.start(publishes, value) for value in range(1, 5)]:
         writer.result(300)

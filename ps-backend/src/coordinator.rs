@@ -13,7 +13,7 @@
 //! | `shape`, `requests`, `tickets`, `health`, `local_shard`, `plan_queue`, `progress`, `sets`, `shares` | parts of the state, with their own decisions |
 //! | `clients` | the clients, and answers to them |
 //! | `senders`, `starts` | who sends what for a plan |
-//! | `plans`, `open_weights`, `made_from` | the plan under way, and what the newest version was made from |
+//! | `plans`, `open_weights`, `made_from`, `weight_writers` | the plan under way, and what the newest version was made from |
 //! | `job_states` | the state of the job, for clients |
 //! | `perform` | the actions of the job's core, carried out |
 //! | `plans::setbacks`, `clients::requests`, `plans::answers` | the events: work that cannot go on, requests, answers of shards |
@@ -41,6 +41,7 @@ mod starts;
 #[cfg(test)]
 mod tests;
 mod tickets;
+mod weight_writers;
 
 use std::collections::{BTreeMap, VecDeque};
 

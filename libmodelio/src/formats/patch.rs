@@ -1,12 +1,15 @@
 //! The beginning of a patch: a file that brings a copy of `weights` from one version to another.
 //!
 //! Behind it are the runs of bytes that are replaced ([`Runs`](crate::bytes::changes::Runs)), and then the bytes, one run
-//! after the other. Numbers are little-endian.
+//! after the other. Numbers are little-endian. The head ends with its own CRC32C.
 
+use crate::bytes::crc32c::crc32c;
 use crate::vocabulary::ids::Version;
 
 /// Its length in bytes.
-pub const HEAD: usize = 64;
+pub const HEAD: usize = 72;
+/// The part of it that its checksum covers.
+const COVERED: usize = 64;
 
 const MAGIC: [u8; 8] = *b"gradfs\0P";
 const FORMAT: u64 = 1;
@@ -37,6 +40,9 @@ pub enum PatchHeadError {
     /// Another release has made it.
     #[error("it is a patch of format {0}, and this release reads format {FORMAT}")]
     Format(u64),
+    /// It is not what was written.
+    #[error("its head is damaged")]
+    Damaged,
     /// The lengths do not make the file's.
     #[error("it has {len} bytes in place of {expected}: it is cut off or damaged")]
     Length {
@@ -57,6 +63,8 @@ impl PatchHead {
         for (place, number) in bytes[8..].chunks_exact_mut(8).zip(numbers) {
             place.copy_from_slice(&number.to_le_bytes());
         }
+        let checksum = u64::from(crc32c(&bytes[..COVERED]));
+        bytes[COVERED..].copy_from_slice(&checksum.to_le_bytes());
         bytes
     }
 
@@ -72,6 +80,9 @@ impl PatchHead {
         }
         if number(1) != FORMAT {
             return Err(PatchHeadError::Format(number(1)));
+        }
+        if number(8) != u64::from(crc32c(&bytes[..COVERED])) {
+            return Err(PatchHeadError::Damaged);
         }
         let head = PatchHead {
             size: number(2),
@@ -98,15 +109,17 @@ mod tests {
         let (base, version) = (Version(3), Version(9));
         let head = PatchHead { size: 1 << 40, base, version, runs: 10, values: 20, checksum: u64::MAX - 1 };
         let bytes = head.encode();
-        assert_eq!(PatchHead::decode(&bytes, 94), Ok(head));
-        assert_eq!(PatchHead::decode(&bytes, 93), Err(PatchHeadError::Length { len: 93, expected: 94 }));
+        assert_eq!(PatchHead::decode(&bytes, 102), Ok(head));
+        assert_eq!(PatchHead::decode(&bytes, 101), Err(PatchHeadError::Length { len: 101, expected: 102 }));
         let with = |at: usize| {
             let mut other = bytes;
             other[at] ^= 0x80;
-            PatchHead::decode(&other, 94)
+            PatchHead::decode(&other, 102)
         };
         assert_eq!(with(0), Err(PatchHeadError::Magic));
         assert_eq!(with(8), Err(PatchHeadError::Format(0x81)));
-        assert!(matches!(with(47), Err(PatchHeadError::Length { .. })));
+        for at in 16..HEAD {
+            assert_eq!(with(at), Err(PatchHeadError::Damaged), "byte {at}");
+        }
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use libmodelio::vocabulary::ids::{ClientId, PlanId};
 use serde::{Deserialize, Serialize};
 
+use super::weight_writers::WeightWriters;
 use crate::core::JobPlan;
 
 /// The core's next plans, and the number of the next plan.
@@ -17,11 +18,18 @@ pub(super) struct PlanQueue {
     /// New weights that a client writes, by its token, while other work is under way.
     #[serde(skip)]
     pub(super) open_next: Option<(ClientId, u64)>,
+    #[serde(skip)]
+    pub(super) writers: WeightWriters,
 }
 
 impl Default for PlanQueue {
     fn default() -> PlanQueue {
-        PlanQueue { waiting: VecDeque::new(), next: PlanId(1), open_next: None }
+        PlanQueue {
+            waiting: VecDeque::new(),
+            next: PlanId(1),
+            open_next: None,
+            writers: WeightWriters::default(),
+        }
     }
 }
 

@@ -211,6 +211,7 @@ impl CoordinatorCore {
                 actions.push(Action::ToClient(id, 0, self.core.tell_readers(id)));
             }
             Message::WholeWeights { token } if self.clients.contains_key(&id) => {
+                self.queue.writers.begin((id, token));
                 self.begin_open_weights(id, token, now, actions);
             }
             Message::NonFiniteContribution { plan, learner, block } => {
@@ -346,6 +347,7 @@ impl CoordinatorCore {
                 self.shape.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 self.queue.open_next.take_if(|open| *open == (id, token));
                 self.core.may_assign()?;
+                self.queue.writers.publish((id, token), self.core.version())?;
                 let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: token, weights: blocks, ahead, meta, parts: None };
                 self.core.assign(ticket, source, deadline(timeout_ms), now, &mut wanted);
@@ -371,6 +373,7 @@ impl CoordinatorCore {
                 None
             }
             Message::WithdrawAssign { token } => {
+                self.queue.writers.withdraw((id, token));
                 if let Some((client, asked)) = self.sets.withdraw(id, token) {
                     self.answer(client, asked, Message::Refused(ShardError::Interrupted.into()), actions);
                 }
@@ -489,6 +492,7 @@ impl CoordinatorCore {
     ) {
         let Some(client) = self.clients.remove(&id) else { return };
         self.progress.forget(id);
+        self.queue.writers.leave(id);
         // No request can come late from a client that has made none.
         if client.requests.newest() > 0 {
             if self.given_up.len() >= MAX_CLIENTS {
