@@ -43,6 +43,8 @@ struct PublisherState {
     sent: FixedBitSet,
     /// A block was written again that the job may have sent. It is told of no other one.
     rewritten: bool,
+    /// The job knows that something is written.
+    begun: bool,
     sealed: bool,
     /// Nobody waits for the commit.
     withdrawn: bool,
@@ -133,8 +135,12 @@ impl Publisher {
         let layout = self.job.layout();
         let is_sent = |block: BlockId| state.sent.contains(block.index());
         let rewrites = layout.blocks_of(range.clone()).any(is_sent);
+        let is_first = !std::mem::replace(&mut state.begun, true);
         state.in_flight.push(range);
-        if rewrites {
+        if is_first {
+            drop(state);
+            self.job.begins_weights(&self.buffer);
+        } else if rewrites {
             state.rewritten = true;
             state.sent.clear();
             drop(state);

@@ -907,6 +907,13 @@ pub enum Message {
         /// Blocks of the shard's that are the same in both, as far as the shard knows.
         blocks: BlockRanges,
     },
+
+    // -- a client to the coordinator, once more
+    /// A program has begun to write new weights. Not answered.
+    BeginWeights {
+        /// The token that the `Assign` will have.
+        token: u64,
+    },
 }
 
 /// The most parts of a set.

@@ -821,6 +821,7 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(Version), id64(Version), block_ranges())
             .prop_map(|(version, base, blocks)| Message::Unchanged { version, base, blocks })
             .boxed(),
+        any::<u64>().prop_map(|token| Message::BeginWeights { token }).boxed(),
     ]
 }
 

@@ -576,6 +576,10 @@ impl World {
         if self.chance(0.1) {
             self.on_client(index, |core, _, actions| core.rewrites_weights(token, actions));
         } else {
+            if !self.clients[index].weights.contains_key(&token) {
+                let begins = Message::BeginWeights { token };
+                self.on_client(index, |core, _, actions| core.notify(begins, actions));
+            }
             for &block in &blocks {
                 if self.chance(0.5) {
                     self.clients[index].weights.insert(token, uid);

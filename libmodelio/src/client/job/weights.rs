@@ -153,6 +153,14 @@ impl Job {
         assign(&self.shared, weights, blocks, Meta::default(), Instant::now() + timeout, done);
     }
 
+    /// A program begins to write new weights in `buffer`.
+    pub(crate) fn begins_weights(&self, buffer: &Region) {
+        let mut inner = self.shared.inner.lock();
+        let mut actions = Vec::new();
+        inner.core.notify(Message::BeginWeights { token: buffer.key().0 }, &mut actions);
+        self.shared.act(inner, actions);
+    }
+
     /// These blocks of new weights in `buffer` are whole. They may be sent, or compared, before they are published.
     pub(crate) fn wrote_weights(&self, buffer: &Region, blocks: &[BlockId]) {
         if let Some(local) = self.shared.shards.local() {

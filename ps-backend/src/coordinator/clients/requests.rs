@@ -210,8 +210,10 @@ impl CoordinatorCore {
             {
                 actions.push(Action::ToClient(id, 0, self.core.tell_readers(id)));
             }
-            Message::WholeWeights { token } if self.clients.contains_key(&id) => {
+            Message::BeginWeights { token } if self.clients.contains_key(&id) => {
                 self.queue.writers.begin((id, token));
+            }
+            Message::WholeWeights { token } if self.clients.contains_key(&id) => {
                 self.begin_open_weights(id, token, now, actions);
             }
             Message::NonFiniteContribution { plan, learner, block } => {
