@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from filetools import BLOCK, eventually, fails, write_safetensors
+from filetools import BLOCK, eventually, fails, read_safetensors, write_safetensors
 
 torch = pytest.importorskip("torch")
 
@@ -180,6 +180,17 @@ def test_wrong_rules_change_nothing__beside_other_settings(start_mount, model):
         assert why in mount.stderr()
     mount.control("aggregation", "sum")
     mount.control("clip_norm", "1")
+
+
+@pytest.mark.also_on_network
+def test_a_mark_of_a_sparse_table_means_nothing_yet(start_mount, tmp_path):
+    values, mark = np.arange(3 * BLOCK // 4, dtype="<f4"), {"gradfs.sparse": "table"}
+    path = write_safetensors(tmp_path / "m.safetensors", {"table": ("F32", values.shape, values.tobytes())}, mark)
+    mount = start_mount(model=path, block_size=BLOCK)
+    fails(errno.EINVAL, mount.control, "tensors", "table sparse")
+    assert 'line 1: "sparse" is not frozen' in mount.stderr()
+    tensors, metadata = read_safetensors((mount.model / "weights.safetensors").read_bytes())
+    assert metadata["gradfs.sparse"] == "table" and tensors["table"][2] == values.tobytes()
 
 
 # A rule for each tensor, of which the last one freezes its tensor: almost 64 KiB.

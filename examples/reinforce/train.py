@@ -1,21 +1,25 @@
 #!/usr/bin/env python3
 """Reinforcement learning with one trainer and samplers that follow it by a path, on a CPU, in less than a minute.
 
-    train.py                   # makes the model, mounts it, starts two samplers, trains, and ends all of it
+    train.py                   # starts a shard, mounts, and two samplers, trains, and ends all of it
     train.py --samplers 3 --steps 400
 
 A policy, a small transformer, is given a digit and is to count on from it: after 7 come 8, 9, 0, 1. A digit that is right
-earns 1. The trainer publishes its weights after each step of REINFORCE. Samplers are processes of their own. They sample
-with the newest version, and say with which one. Nothing but the mount's path and a queue for samples joins them.
+earns 1. The trainer publishes its weights after each step of REINFORCE, in bf16. Samplers are processes of their own. They
+sample with the newest version, and say with which one. Each has a mount of its own, as on a host of its own: a version
+travels over TCP, by what has changed in it. Nothing but that and a queue for samples joins them.
 """
 
 import argparse
+import json
 import multiprocessing
 import queue
+import re
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 
 import gradfs
@@ -61,6 +65,11 @@ class Policy(nn.Module):
         return Categorical(logits=self(digits[:, :-1])).log_prob(digits[:, 1:])
 
 
+def narrow(policy):
+    """The weights that samplers get. A small step leaves many of them as they are."""
+    return {name: tensor.detach().bfloat16() for name, tensor in policy.state_dict().items()}
+
+
 def rewards(digits):
     """1 for each digit of an answer that is right, else 0."""
     return (digits[:, 1:] == (digits[:, :1] + torch.arange(1, ANSWER + 1)) % DIGITS).float()
@@ -79,7 +88,7 @@ def sampler(rank, path, batch, seed, samples, stop):
 
     # What the trainer does not take need not be waited for.
     samples.cancel_join_thread()
-    gradfs.follow(path, apply, stop=stop, timeout=HANGS)
+    gradfs.follow(path, apply, stop=stop, timeout=HANGS, changes=True)
 
 
 def taken(samples, processes):
@@ -99,6 +108,7 @@ def taken(samples, processes):
 def train(policy, path, job, samples, processes):
     """REINFORCE, and a version for each step. Returns the mean reward of each step, and each sampler's versions."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=job.lr)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, job.steps)
     means, versions, newest = [], defaultdict(set), 0
     for step in range(1, job.steps + 1):
         batches = taken(samples, processes)
@@ -117,15 +127,45 @@ def train(policy, path, job, samples, processes):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
         means.append(reward.mean().item())
-        newest = gradfs.publish(path, policy.state_dict(), meta={"step": str(step), "reward": f"{means[-1]:.3f}"})
+        newest = gradfs.publish(path, narrow(policy), meta={"step": str(step), "reward": f"{means[-1]:.3f}"})
         if step % 20 == 0 or step == 1:
             used = ", ".join(f"sampler {rank} used version {version}" for rank, version, *_ in batches)
             print(f"step {step:4}: reward {means[-1]:.3f}, version {newest}; {used}", flush=True)
     return means, versions
 
 
-def check(means, versions, samplers):
+@contextmanager
+def hosts(policy, names):
+    """The model in a shard, and the paths of it in a mount for each name. Each is a process, and reaches the shard by TCP."""
+    with tempfile.TemporaryDirectory(prefix="reinforce-") as place:
+        first = gradfs.create_from(narrow(policy), Path(place) / "model.safetensors")
+        mounts = [Path(place) / name for name in names]
+
+        def command(*words):
+            command = [binary(), "--log-file", f"{place}/log", *map(str, words)]
+            subprocess.run(command, check=True, timeout=HANGS, stdout=subprocess.DEVNULL)
+
+        words = [binary(), "--log-file", f"{place}/log", "shard", "--listen", "127.0.0.1:0"]
+        shard = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        try:
+            # It says where it listens, and then that it is ready. It is the registry, too.
+            registry = ["--registry", re.search(r"listens on (\S+),", shard.stdout.readline())[1]]
+            shard.stdout.readline()
+            command("create", "policy", "--model", first, "--reducer", "assign", *registry)
+            for mount in mounts:
+                mount.mkdir()
+                command("mount", "--background", "--transport", "tcp", *registry, mount)
+            yield [mount / "policy" for mount in mounts]
+        finally:
+            for mount in mounts:
+                subprocess.run([binary(), "unmount", "--lazy", mount], check=False, timeout=HANGS, stderr=subprocess.DEVNULL)
+            shard.terminate()
+            shard.communicate(timeout=HANGS)
+
+
+def check(means, versions, payloads):
     """Exits non-zero when something is missed."""
     window = max(1, len(means) // 20)
     first, last = (sum(part) / window for part in (means[:window], means[-window:]))
@@ -133,8 +173,12 @@ def check(means, versions, samplers):
     failures = []
     if last < LEAST_REWARD or last - first < LEAST_GAIN:
         failures.append(f"the reward is {last:.3f} after {first:.3f}")
-    for rank in range(samplers):
+    for rank, payload in enumerate(payloads):
         print(f"sampler {rank} used {len(versions[rank])} versions, the last one {max(versions[rank], default=None)}")
+        pulled, patched = payload["pulled_bytes"], payload["pull_patched_bytes"]
+        print(f"sampler {rank}'s mount pulled {pulled} bytes; {patched} bytes of versions came by what had changed")
+        if not patched:
+            failures.append(f"sampler {rank}'s mount pulled whole versions alone")
         if len(versions[rank]) < LEAST_VERSIONS:
             failures.append(f"sampler {rank} used {len(versions[rank])} versions")
     if failures:
@@ -157,31 +201,25 @@ def main():
     torch.manual_seed(job.seed)
     torch.set_num_threads(1)
     policy = Policy()
-    with tempfile.TemporaryDirectory(prefix="reinforce-") as place:
-        first = gradfs.create_from(policy, Path(place) / "model.safetensors")
-        mount = Path(place) / "mount"
-        mount.mkdir()
-        up = [binary(), "up", "--background", "--name", "policy", "--reducer", "assign",
-              "--log-file", f"{place}/log", first, mount]
-        subprocess.run(list(map(str, up)), check=True, timeout=HANGS, stdout=subprocess.DEVNULL)
-        path = str(mount / "policy")
-        context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
+    names = ["trainer", *(f"sampler{rank}" for rank in range(job.samplers))]
+    with hosts(policy, names) as (path, *theirs):
         samples, stop = context.Queue(), context.Event()
-        arguments = (path, job.batch, job.seed, samples, stop)
-        processes = [context.Process(target=sampler, args=(rank, *arguments)) for rank in range(job.samplers)]
+        arguments = (job.batch, job.seed, samples, stop)
+        processes = [context.Process(target=sampler, args=(rank, str(of), *arguments)) for rank, of in enumerate(theirs)]
         try:
             for process in processes:
                 process.start()
             means, versions = train(policy, path, job, samples, processes)
+            payloads = [json.loads((of / "status.json").read_text())["payload"] for of in theirs]
         finally:
             stop.set()
             for process in processes:
                 process.join(HANGS)
                 if process.is_alive():
                     process.kill()
-            subprocess.run([binary(), "unmount", "--lazy", str(mount)], check=False, timeout=HANGS)
     if job.check:
-        check(means, versions, job.samplers)
+        check(means, versions, payloads)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def model(start, tmp_path):
 
 
 def test_importing_engines_imports_no_framework():
-    code = "import sys, gradfs.engines\nfrom gradfs.engines import sglang, transformers, vllm\n"
+    code = "import sys, gradfs.engines\nfrom gradfs.engines import prime_rl, sglang, transformers, vllm\n"
     code += (
         "print([name for name in ('torch', 'numpy', 'transformers', 'vllm', 'sglang', 'ray') if name in sys.modules])"
     )
@@ -233,7 +233,10 @@ def test_a_module_takes_what_has_changed(llama, tmp_path):
     # Of one tensor with two names, one list may have elements that have not changed.
     if "lm_head.weight" in model.layout:
         module.lm_head.weight = module.model.embed_tokens.weight
-        parts |= {"lm_head.weight.indices": torch.tensor([0, 2, 65]), "lm_head.weight.values": torch.tensor([5.0, 0, 6.0])}
+        parts |= {
+            "lm_head.weight.indices": torch.tensor([0, 2, 65]),
+            "lm_head.weight.values": torch.tensor([5.0, 0, 6.0]),
+        }
         parts["lm_head.weight.values"][1] = changed[0, 2]
         first_file.write(tmp_path / "tied.safetensors", parts, {})
         file = memoryview(bytearray((tmp_path / "tied.safetensors").read_bytes()))

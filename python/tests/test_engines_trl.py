@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy
@@ -64,6 +65,27 @@ def test_weights_of_trl_need_no_server(model):
     assert transfer.version == 2 and (model.pull()["w"].numpy() == 2).all()
     with pytest.raises(gradfs.Refused, match="these are missing: w"):
         transfer.send_weights(iter([("b", torch.zeros(2))]))
+
+
+def test_a_trainer_of_trl_syncs_its_weights_as_versions(model):
+    trainer = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
+    accelerate = pytest.importorskip("accelerate")
+    module = torch.nn.Module()
+    module.w, module.b = (torch.nn.Parameter(torch.full((size,), 3.0)) for size in (8, 2))
+    transfer = WeightTransfer(model.path)
+    transfer.init_weight_transfer()
+    # What a sync takes of a trainer. The rest wants a model to train, and a server.
+    syncing = object.__new__(trainer.AsyncGRPOTrainer)
+    syncing.accelerator, syncing.model, syncing.weight_transfer = accelerate.Accelerator(cpu=True), module, transfer
+    syncing.rollout_worker, syncing.model_version = None, 0
+    syncing._lora_sync, syncing._metrics = False, {"train": defaultdict(list)}
+    for value in (3.0, 4.0):
+        with torch.no_grad():
+            module.w.fill_(value)
+        syncing._sync_weight()
+        with model.pull() as weights:
+            assert (weights["w"].numpy() == value).all() and (weights["b"].numpy() == 3).all()
+    assert transfer.version == model.version == syncing.model_version == 2
 
 
 def test_the_transfer_has_what_trl_calls():

@@ -1,4 +1,4 @@
-"""Inference engines that follow a model: vLLM, SGLang and transformers.
+"""Inference engines that follow a model: vLLM, SGLang, transformers and prime-rl.
 
     import gradfs
     from gradfs.engines import sglang

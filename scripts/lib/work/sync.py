@@ -6,6 +6,7 @@ JSON in its last line. All hosts are of one machine, and have one clock.
   publish    writes the file to a mount, and closes it
   read       waits for a version on another mount, and maps all of it, or reads it
   shown      waits until another mount shows a version; reads it when a file is there
+  hold       keeps the version that a mount shows mapped, until a file is there
   pauses     reads the weights of a mount while versions come
   send       the same by hand: compares with a copy, writes sparse safetensors or whole ones, and then a marker
   fetch      waits for that marker over HTTP, and brings its own copy up to date
@@ -135,6 +136,18 @@ def shown(options):
         time.sleep(0.05)
     assert (options.model / "weights").read_bytes() == options.path.read_bytes(), "these are other weights"
     say({"at": end})
+
+
+@task(("model", Path), ("until", Path))
+def hold(options):
+    with open(options.model / "weights", "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        first = mapping[:4096]
+        print("holds", flush=True)
+        while not options.until.exists():
+            time.sleep(0.01)
+        assert mapping[:4096] == first
+    say({})
 
 
 @task(("model", Path), ("last", int))

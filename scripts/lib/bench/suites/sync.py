@@ -5,17 +5,20 @@
   views    one of eight ranks' shares of a model with the shapes of Llama, on a mount that holds nothing else
   pause    the longest that a reader on another host waits for a read of 4 KiB, or for an open of a new version, while
            versions come by what has changed. What it waits for a CPU does not count
-  record   publishing with records of what has changed (control/changes = 16) and without (0), on one host
+  record   publishing, and steps of Adam with masters, with records of what has changed (control/changes = 16) and without
+           (0), on one host
 
 delta: two hosts are network namespaces, whose sending the kernel limits. The first has the shard and the trainer's mount,
 the second the reader's. The weights are those of a packaged model, tiled. Before each turn, a hundredth of the elements
 changes at random, or so many as an AdamW step changes at a learning rate of 3e-6. The time is from the trainer's close
 until the reader has mapped all bytes; against scripts, from the trainer's first write. delta_sync_copied is of a reader
-that copies them to memory of its own.
+that copies them to memory of its own. delta_sync_held is with a reader that has mapped the version before, so that the next
+one goes into a third buffer, against those without.
 
 views: between the same hosts. Bytes are those that the mount has pulled for each version of a rank's view, in sizes of the
-model. Memory is what the mount's process takes with the view and without. Then eighths of all matrices are read into new
-views, in turn by rows and by columns, which lie scattered over all blocks.
+model. Memory is what the mount's process takes with the view and without. The view's file is read in turn with as much of
+the trainer's weights, which lie on the whole. Then eighths of all matrices are pulled into new views, in turn by rows and
+by columns, which lie scattered over all blocks.
 
 By hand, as scripts do it that share a directory: the trainer compares with a copy, and writes indices and values of each
 tensor, or all weights, as safetensors, and then a marker. An HTTP server on its host has the directory. The reader polls
@@ -78,6 +81,18 @@ def by_gradfs(hosts, mounts, weights, version, copies):
     return at - wrote["closes"], hosts.sent("from") - before, at - wrote["began"]
 
 
+def held(hosts, mounts, publish):
+    """A version that comes while a reader has mapped the one before the shown one."""
+    ends = hosts.scratch / "ends"
+    holder = hosts.work("to", "sync.py", "hold", mounts["to"], ends)
+    holder.wait_for("holds")
+    publish("between")
+    publish("held")
+    ends.touch()
+    holder.found(DEADLINE)
+    ends.unlink()
+
+
 def by_hand(hosts, weights, served, whole):
     for path in served.iterdir():
         path.unlink()
@@ -111,6 +126,10 @@ def delta(bench, gradfs):
             version += 1
             found.setdefault(name, []).append(by_gradfs(hosts, mounts, weights, version, copies))
 
+        def changed(name):
+            weights.step("random")
+            publish(name, "auto")
+
         weights.step("random")
         publish("first", "off")
         for turn in range(turns):
@@ -123,6 +142,7 @@ def delta(bench, gradfs):
                 if kind == "random":
                     weights.step(kind)
                     publish("copied", "auto", copies=True)
+                    held(hosts, mounts, changed)
                 if turn < 3 and (kind == "random" or not bench.quick):
                     weights.step(kind)
                     publish("whole", "off")
@@ -146,6 +166,7 @@ def delta(bench, gradfs):
             *(f"{count / MIB:.1f} MiB" for count in bytes_of),
         ),
         Figure("delta_sync_copied", median("copied") / whole, "ratio"),
+        times("delta_sync_held", median("held"), random, None, "<="),
         times("sync_vs_sparse_files", median("random", 2), median("by hand"), 2),
         times("sync_vs_shared_dir", median("random", 2), median("whole by hand"), 8),
     ]  # fmt: skip
@@ -248,6 +269,17 @@ def taken(pid):
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
+def read_through(path, size):
+    """How long it takes to read so many bytes, MiB by MiB, sixteen times."""
+    piece, file = memoryview(bytearray(MIB)), os.open(path, os.O_RDONLY)
+    begin = time.monotonic()
+    for at in [*range(0, size, MIB)] * 16:
+        os.preadv(file, [piece[: size - at]], at)
+    end = time.monotonic()
+    os.close(file)
+    return end - begin
+
+
 def views(bench, gradfs):
     shapes, turns = ((1024, 2, 8192), 3) if bench.quick else ((2048, 8, 32000), 7)
     with Hosts(["from", "to"]) as hosts:
@@ -261,6 +293,7 @@ def views(bench, gradfs):
         cluster.shard("from")
         cluster.create("model", "--model", file, "--reducer", "assign")
         trainer = cluster.mount("from") / "model"
+        contiguous = hosts.path("from", trainer) / "weights"
         model = hosts.path("to", cluster.mount("to", "--views-only")) / "model"
         pid = cluster.mounts["to"][1].process.pid
         say(f"an eighth of {size / MIB:.0f} MiB over a link of {RATE / 1e9:g} Gbit/s")
@@ -284,6 +317,12 @@ def views(bench, gradfs):
                 time.sleep(0.01)
             bytes_of.append(pulled() - at)
             memory.append(taken(pid) - before)
+        reads = {model / "views/rank/weights": [], contiguous: []}
+        part = (model / "views/rank/weights").stat().st_size
+        for turn in range(2 * turns):
+            for path in reads if turn % 2 else reversed(reads):
+                reads[path].append(read_through(path, part))
+        viewed, whole = map(statistics.median, reads.values())
         (model / "views/rank").rmdir()
         found = [[], []]
         for turn in range(turns):
@@ -296,27 +335,44 @@ def views(bench, gradfs):
     return [
         Figure("view_bytes_ratio", max(bytes_of) / size, "ratio", 0.13, "<="),
         Figure("view_memory_ratio", statistics.median(memory) / size, "ratio", 0.28, "<="),
-        Figure("view_read_vs_contiguous", rows / columns, "ratio", 0.9, ">=", f"{columns:.3f} s", f"{rows:.3f} s"),
+        times("view_read_vs_contiguous", viewed, whole, 0.9),
+        times("view_columns_vs_rows", columns, rows, 0.9),
     ]
 
 
-def written(model, data):
-    file, begin = os.open(model / "publish", os.O_WRONLY), time.monotonic()
+def written(path, data):
+    file, begin = os.open(path, os.O_WRONLY), time.monotonic()
     for at in range(0, len(data), MIB):
         os.write(file, data[at : at + MIB])
     os.close(file)
-    return time.monotonic() - begin
+    return begin
 
 
-def stored(model, data):
-    file = os.open(model / "publish", os.O_RDWR)
+def stored(path, data):
+    file = os.open(path, os.O_RDWR)
     with mmap.mmap(file, len(data)) as mapping:
         begin = time.monotonic()
         mapping[:] = data
         os.fsync(file)
-        end = time.monotonic()
     os.close(file)
-    return end - begin
+    return begin
+
+
+def recorded(model, name, turns, way, file, contents):
+    """What records cost, until the version shows that a content makes, in turn the one and the other."""
+    found = {16: [], 0: []}
+    for turn in range(turns + 1):
+        for changes in found if turn % 2 else reversed(found):
+            (model / "control/changes").write_text(str(changes))
+            number = int((model / "version").read_text()) + 1
+            begin = way(model / file, contents[number % 2])
+            while int((model / "version").read_text()) < number:
+                time.sleep(0.0002)
+            found[changes].append(time.monotonic() - begin)
+    # The first turn takes pages. The two of a turn are compared: the machine is slower for a while, at times.
+    ours, without = (of[1:] for of in found.values())
+    value = statistics.median(with_them / none for with_them, none in zip(ours, without))
+    return ratio(name, value, None, *(milliseconds(statistics.median(of)) for of in (ours, without)), "<=")
 
 
 def record(bench, gradfs):
@@ -324,7 +380,7 @@ def record(bench, gradfs):
     import numpy
 
     size, turns = (64 * MIB, 5) if bench.quick else (GIB, 7)
-    figures, random = [], numpy.random.default_rng(1)
+    figures, random, ways = [], numpy.random.default_rng(1), {"write": written, "map": stored}
     with jobs.up(gradfs, bench.work / "mnt", size, "--reducer", "assign", dtype="bf16") as model:
         say(f"publishing {size / MIB:.0f} MiB with records of what has changed, and without")
         bits = random.integers(0x3800, 0x3F00, size // 2, dtype="<u2")
@@ -333,18 +389,18 @@ def record(bench, gradfs):
             at = random.integers(len(bits), size=round(share * len(bits))) if share < 1 else slice(None)
             other[at] ^= 1
             versions = [memoryview(of.tobytes()) for of in (bits, other)]
-            for name, publish in {"write": written, "map": stored}.items():
-                found, number = {16: [], 0: []}, 0
-                for turn in range(turns + 1):
-                    for changes in found if turn % 2 else reversed(found):
-                        (model / "control/changes").write_text(str(changes))
-                        number += 1
-                        found[changes].append(publish(model, versions[number % 2]))
-                # The first turn takes pages. The two of a turn are compared: the machine is slower for a while, at times.
-                ours, without = (of[1:] for of in found.values())
-                value = statistics.median(with_them / none for with_them, none in zip(ours, without))
-                both = (milliseconds(statistics.median(of)) for of in (ours, without))
-                figures.append(ratio(f"record_{name}_{round(share * 100)}", value, None, *both, "<="))
+            for name, way in ways.items():
+                figures.append(recorded(model, f"record_{name}_{round(share * 100)}", turns, way, "publish", versions))
+    size = min(size // 2, 256 * MIB)
+    options = ["--reducer", "adam", "--learning-rate", "3e-6"]
+    with jobs.up(gradfs, bench.work / "adam", size, *options, dtype="bf16") as model:
+        say(f"steps of Adam on {size / MIB:.0f} MiB of bf16 with masters")
+        # A few hundredths of weights of this scale change in a step.
+        written(model / "weights", memoryview(random.integers(0x3C00, 0x3D80, size // 2, dtype="<u2").tobytes()))
+        signs = random.integers(2, size=size // 2, dtype="<u2") << 15
+        gradients = memoryview((random.integers(0x3800, 0x3F00, size // 2, dtype="<u2") | signs).tobytes())
+        for name, way in ways.items():
+            figures.append(recorded(model, f"record_adam_{name}", turns - 2, way, "gradients", [gradients] * 2))
     return [worst("change_record_cost", figures, 1.15, "<="), *figures]
 
 
