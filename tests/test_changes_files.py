@@ -195,6 +195,9 @@ def test_changes_that_are_not_known_are_not_there_and_error_says_why(start_mount
     assert "from version 1 to 4" in mount.stderr()
     for name in ("4.patch", "5.patch", "03.patch", "+3.patch", "3", "x.patch", "-1.safetensors", "3.npy", "9999999.patch"):
         fails(errno.ENOENT, os.stat, mount.model / f"versions/4/changes-since-{name}")
+    for base in (4, 5):
+        fails(errno.ENOENT, os.stat, changes(mount, 4, base))
+        assert f"version {base} is not older than version 4" in (mount.model / "error").read_text()
     fails(errno.ENOENT, os.stat, mount.model / "versions/2/changes-since-1.patch")
     fails(errno.EACCES, os.open, changes(mount, 4, 3), os.O_WRONLY)
 

@@ -373,14 +373,14 @@ def test_a_save_soon_after_another_one_waits_for_its_turn(world, tmp_path):
         ("FetchCopy", (5, 7, 0, b"\0"), b"", "Other"),
         ("BeginAt", (5,), b"no record", "Other"),
         ("ChangedSince", (5, 1, 2, 0), b"", "NoModel"),
-        ("ReadParts", (5, 1, [(0, 4, 4, 1)]), b"", "NoModel"),
+        ("ReadParts", (5, 1, None, [(0, 4, 4, 1)]), b"", "NoModel"),
         # Of no bytes, overlapping, past the end of numbers, too long, too many.
-        ("ReadParts", (5, 1, []), b"", "Frame"),
-        ("ReadParts", (5, 1, [(0, 0, 4, 1)]), b"", "Frame"),
-        ("ReadParts", (5, 1, [(0, 4, 3, 2)]), b"", "Frame"),
-        ("ReadParts", (5, 1, [(2**64 - 2, 4, 4, 1)]), b"", "Frame"),
-        ("ReadParts", (5, 1, [(0, 4, 8, 2**63)]), b"", "Frame"),
-        ("ReadParts", (5, 1, [(0, 1, 1, 1)] * 4097), b"", "Frame"),
+        ("ReadParts", (5, 1, None, []), b"", "Frame"),
+        ("ReadParts", (5, 1, None, [(0, 0, 4, 1)]), b"", "Frame"),
+        ("ReadParts", (5, 1, None, [(0, 4, 3, 2)]), b"", "Frame"),
+        ("ReadParts", (5, 1, None, [(2**64 - 2, 4, 4, 1)]), b"", "Frame"),
+        ("ReadParts", (5, 1, None, [(0, 4, 8, 2**63)]), b"", "Frame"),
+        ("ReadParts", (5, 1, None, [(0, 1, 1, 1)] * 4097), b"", "Frame"),
     ],
 )
 def test_records_and_loads_that_are_none_are_refused(world, name, fields, payload, expected):

@@ -55,7 +55,7 @@ def test_a_mount_of_views_reads_and_holds_no_more_than_they_need(job):
     place = view(apart, "rank", RANK)
     size, pulled = (place / "weights").stat().st_size, [0, status(apart)["payload"]["pulled_bytes"]]
     for version in range(1, 4):
-        publish(whole, llama())
+        publish(whole, {name: tensor * -1 + version for name, tensor in llama().items()})
         eventually(lambda: (place / "version").read_text() == f"{version}\n")
         pulled.append(status(apart)["payload"]["pulled_bytes"])
     now = status(apart)
@@ -103,6 +103,26 @@ def test_a_mount_of_some_tensors_shows_them_and_reads_no_others(job):
     now = status(apart)
     assert now["size_bytes"] == sum(tensors[name].nbytes for name in wanted)
     assert now["version_buffers"]["existing"] <= 2
+
+
+def test_a_mount_of_some_tensors_tells_of_its_model(job):
+    one, whole = job
+    apart = one.mount(models=["m"], tensors=["lm_head.weight"])
+    now, beside = status(apart), status(whole)
+    for key in ("registry", "state", "control"):
+        assert now[key] == beside[key] is not None, key
+    assert [of["id"] for of in now["shards"]] == [of["id"] for of in beside["shards"]] and len(now["shards"]) == 2
+    assert all(of["address"] and of["transport"] != "in-process" for of in now["shards"])
+    assert now["payload"]["pulled_bytes"] >= now["size_bytes"] == llama()["lm_head.weight"].nbytes < beside["size_bytes"]
+    # Its readers are the model's.
+    (apart.model / "readers/r").mkdir()
+    (apart.model / "readers/r/applied").write_text("0")
+    eventually(lambda: (whole.model / "readers/applied").read_text() == "0\n")
+    assert (apart.model / "readers/applied").read_text() == "0\n" and [of["id"] for of in status(apart)["readers"]] == ["r"]
+    fails(errno.EINVAL, (apart.model / "readers/r/applied").write_text, "9")
+    assert "version 9" in (apart.model / "error").read_text()
+    (apart.model / "readers/r").rmdir()
+    assert set(os.listdir(apart.model / "readers")) == {"applied"}
 
 
 @pytest.mark.parametrize(

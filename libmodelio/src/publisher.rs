@@ -18,8 +18,9 @@ use crate::bytes::mmap::Mapping;
 use crate::bytes::region::Region;
 use crate::client::Job;
 use crate::mapped::MappedMemory;
+use crate::reader::Reader;
 use crate::tracker::WriteRefused;
-use crate::vocabulary::ids::BlockId;
+use crate::vocabulary::ids::{BlockId, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::ranges;
@@ -310,7 +311,8 @@ impl Publisher {
         self.job.publish(self.buffer.clone(), &written, meta, checked, timeout, Box::new(done));
     }
 
-    /// Ends the writing of a part of another job's weights, and hands all of its bytes to `publish`.
+    /// Ends the writing of a part of another job's weights, and hands all of its bytes to `publish`, with those of the
+    /// newest version here.
     ///
     /// # Errors
     /// [`ShardError::TimedOut`] if writes are still in flight after `timeout`.
@@ -320,12 +322,14 @@ impl Publisher {
     pub fn commit_part<R>(
         &self,
         timeout: Duration,
-        publish: impl FnOnce(&[u8]) -> R,
+        publish: impl FnOnce(&[u8], Option<(Version, &[u8])>) -> R,
     ) -> Result<R, ShardError> {
         drop(self.seal(timeout)?);
         assert!(self.is_complete(), "a part that is published");
+        let newest = Reader::newest(&self.job);
+        let newest = newest.as_ref().map(|newest| (newest.version(), newest.bytes(0..self.size)));
         // SAFETY: all was written, and nobody writes after the seal.
-        Ok(publish(unsafe { self.buffer.memory().bytes(0..self.size as usize) }))
+        Ok(publish(unsafe { self.buffer.memory().bytes(0..self.size as usize) }, newest))
     }
 
     /// Nothing is written any more.

@@ -16,7 +16,7 @@ mod names;
 mod part;
 mod plan;
 
-pub use fill::{Flat, Source, fill, inverse, reads};
+pub use fill::{Flat, Source, Tile, fill, inverse, reads};
 pub use part::PlanError;
 pub use plan::{MAX_PLAN, Share, ViewPlan};
 

@@ -179,7 +179,7 @@ impl Fs {
                 };
                 Attributes { modified: joined, ..base }
             }
-            File::Readers => Attributes { links: 2 + model.job.readers().len() as u32, ..base },
+            File::Readers => Attributes { links: 2 + model.whole().job.readers().len() as u32, ..base },
             File::Reader(_) => base,
             File::Views => Attributes { links: 2 + tree.views.names().len() as u32, ..base },
             File::View(number) => {

@@ -138,13 +138,19 @@ impl ChangesFile {
 
 /// The file of this name in the directory of `version`, if it is such a name.
 pub(super) fn named(version: Version, name: &str) -> Option<File> {
+    let (base, of) = parsed(name)?;
+    let back = version.0.checked_sub(base).filter(|back| (1..MAX_BACK).contains(back))?;
+    Some(of(version, back as u32))
+}
+
+/// The older version in such a name, and the kind of file.
+fn parsed(name: &str) -> Option<(u64, fn(Version, u32) -> File)> {
     let (base, of): (_, fn(Version, u32) -> File) = match name.strip_prefix("changes-since-")? {
         name if name.ends_with(".patch") => (name.strip_suffix(".patch")?, File::Patch),
         name => (name.strip_suffix(".safetensors")?, File::Sparse),
     };
     let number: u64 = base.parse().ok().filter(|number: &u64| number.to_string() == base)?;
-    let back = version.0.checked_sub(number).filter(|back| (1..MAX_BACK).contains(back))?;
-    Some(of(version, back as u32))
+    Some((number, of))
 }
 
 /// The versions of such a file, the older one first.
@@ -161,8 +167,17 @@ impl Fs {
     /// The file of changes that `name` in `parent` is looked up for, if its changes have to be asked for first.
     pub fn wants_changes(&self, parent: u64, name: &OsStr) -> Option<WantedChanges> {
         let Some(Node::Model(index, File::Retained(version))) = Node::from_ino(parent) else { return None };
-        let (base, version) = versions_of(named(version, name.to_str()?)?)?;
-        let tree = self.tree(index).ok()?;
+        let (name, tree) = (name.to_str()?, self.tree(index).ok()?);
+        let Some(file) = named(version, name) else {
+            let (base, _) = parsed(name)?;
+            let what = match base < version.0 {
+                true => format!("{name}: version {base} is too old for version {version}"),
+                false => format!("{name}: version {base} is not older than version {version}"),
+            };
+            tree.model.own_refusal.explain(&CallError::new(libc::ENOENT, what));
+            return None;
+        };
+        let (base, version) = versions_of(file)?;
         let is_kept = tree.changes.get(base, version).is_some();
         let (model, kept) = (Arc::clone(&tree.model), Arc::clone(&tree.changes));
         (!is_kept).then_some(WantedChanges { model, kept, base, version })

@@ -105,7 +105,7 @@ impl ModelTree {
 
     /// Whether it is a view, which is only read.
     pub fn is_view(&self) -> bool {
-        matches!(self.model.snapshots, Snapshots::Never(_))
+        matches!(self.model.snapshots, Snapshots::Never(_) | Snapshots::PartOf(_))
     }
 
     /// The newest version that may be announced. A program that knows of a version expects it, or a newer
@@ -129,7 +129,7 @@ impl ModelTree {
     /// A reader was made here for `owner`.
     pub fn owns_reader(&self, owner: Owner, reader: ReaderId) {
         let mut owners = self.reader_owners.lock();
-        owners.retain(|known, _| self.model.job.reader(*known).is_some_and(|reader| reader.is_own));
+        owners.retain(|known, _| self.model.whole().job.reader(*known).is_some_and(|reader| reader.is_own));
         owners.insert(reader, owner);
     }
 

@@ -533,7 +533,8 @@ fn list_in(
             views.map(|(name, number)| (name, File::View(number))).collect()
         }
         File::Readers => {
-            let readers = model.job.readers().into_iter().map(|of| (of.name, File::Reader(of.reader)));
+            let readers =
+                model.whole().job.readers().into_iter().map(|of| (of.name, File::Reader(of.reader)));
             std::iter::once((APPLIED_BY_ALL.to_owned(), File::ReadersApplied)).chain(readers).collect()
         }
         _ if !dir.is_dir() => return Err(CallError::new(libc::ENOTDIR, "no directory")),

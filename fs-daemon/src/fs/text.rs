@@ -45,8 +45,9 @@ pub struct MountStatus {
 /// `status.json`.
 pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
     let model = &tree.model;
-    let status = model.job.status();
-    let controls = model.job.controls();
+    // What is said of the job, and what of the versions that are shown.
+    let (whole, shown) = (model.whole(), model.job.status());
+    let (status, controls) = (whole.job.status(), whole.job.controls());
     let host = nix::unistd::gethostname().ok().and_then(|host| host.into_string().ok());
     let learners: Vec<_> = status
         .members
@@ -62,7 +63,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
                 "incarnation": member.incarnation,
                 "host": host.as_deref().filter(|_| is_here),
                 "step": member.step,
-                "steps_per_second": model.times.steps_per_second(member).map(round),
+                "steps_per_second": whole.times.steps_per_second(member).map(round),
                 "phase": member.phase,
                 "joined_at_version": member.joined_at,
                 "silent_seconds": round(member.silent.as_secs_f64()),
@@ -75,7 +76,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             })
         })
         .collect();
-    let (state, readers) = (model.job.state(), model.job.readers());
+    let (state, readers) = (whole.job.state(), whole.job.readers());
     let readers: Vec<_> = readers.iter().map(ReaderState::to_json).collect();
     let view = |(name, number)| {
         let model = tree.views.tree(number).ok().flatten().map(|tree| Arc::clone(&tree.model));
@@ -133,9 +134,9 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             late.learners.iter().map(|name| json!({ "id": name, "since_unix_seconds": since(*waited) }))
         })
         .collect();
-    let version = tree.tensors_name.shown(status.version);
+    let version = tree.tensors_name.shown(shown.version);
     let published =
-        model.job.get(version).or_else(|| model.job.get(status.version)).map(|view| view.published);
+        model.job.get(version).or_else(|| model.job.get(shown.version)).map(|view| view.published);
     let published =
         published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
     let memory = model.job.memory();
@@ -152,11 +153,11 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "tensors": model.layout.tensors().len(),
         "block_size": model.layout.block_size(),
         "blocks": model.layout.blocks(),
-        "registry": match &model.snapshots {
+        "registry": match &whole.snapshots {
             Snapshots::Registry(at) => Some(at),
-            Snapshots::Here(_) | Snapshots::Never(_) => None,
+            Snapshots::Here(_) | Snapshots::Never(_) | Snapshots::PartOf(_) => None,
         },
-        "transport": model.job.kind().to_string(),
+        "transport": whole.job.kind().to_string(),
         "shards": shards,
         "passthrough": mount.passthrough,
         "open_files": mount.open_files,
@@ -171,7 +172,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "gradient_norm": status.norm.map(Norm::get),
         "learning_rate": controls.learning_rate_after(status.version),
         "stale_learning_rate": status.rate.map(decimal),
-        "versions_in_memory": status.versions,
+        "versions_in_memory": shown.versions,
         "memory": {
             "versions": memory.versions,
             "state": memory.state,
@@ -181,8 +182,8 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "connections": memory.connections,
         },
         "version_buffers": {
-            "existing": status.buffers.0,
-            "free": status.buffers.1,
+            "existing": shown.buffers.0,
+            "free": shown.buffers.1,
             "no_memory": model.job.shortage(),
         },
         "traffic": {
@@ -207,11 +208,11 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "bubble_seconds": seconds(bubble),
         });
     }
-    if let Some((push, pull)) = model.times.rates(&model.job) {
+    if let Some((push, pull)) = whole.times.rates(&whole.job) {
         (value["push_gb_per_s"], value["pull_gb_per_s"]) =
             (json!(round(push / 1e9)), json!(round(pull / 1e9)));
     }
-    if let Some(via) = model.job.relays() {
+    if let Some(via) = whole.job.relays() {
         value["via"] = json!({
             "relay": via.relay,
             "connected": via.connected,
@@ -221,7 +222,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "blocks_from_shards_instead": via.replaced_blocks,
         });
     }
-    if let Some(payload) = model.job.payload() {
+    if let Some(payload) = whole.job.payload() {
         value["payload"] = json!(payload);
     }
     let mut text = serde_json::to_string_pretty(&value).unwrap_or_default();

@@ -28,12 +28,16 @@ pub(super) const SET: &str = "set";
 pub(super) const BESIDE: [&str; 9] =
     ["views", "version", "layout", "readers", "learners", "control", "settings.json", "status.json", "error"];
 
+/// The files that a model of which a part is shown has besides.
+const ABOUT_PARTS: [&str; 3] = ["readers", "status.json", "error"];
+
 /// Whether the directory of a model has this file.
 pub(super) fn has(model: &Model, name: &str) -> bool {
     match &model.snapshots {
-        // It stands there in place of its model, so somebody looks for its status.
-        Snapshots::Never(None) if ["publish", SET].contains(&name) => false,
-        Snapshots::Never(_) => FILES.contains(&name) || name == "status.json",
+        Snapshots::PartOf(_) => {
+            FILES.contains(&name) && !["publish", SET].contains(&name) || ABOUT_PARTS.contains(&name)
+        }
+        Snapshots::Never(_) => FILES.contains(&name),
         _ if name == SET => false,
         _ => model.job.holds_versions() || BESIDE.contains(&name),
     }

@@ -387,7 +387,8 @@ impl Started {
                     calls.fs.drop_leftovers(&*kernel);
                     calls.end_unused(&*kernel);
                     for tree in calls.fs.trees() {
-                        tree.model.times.sample(&tree.model.job);
+                        let whole = tree.model.whole();
+                        whole.times.sample(&whole.job);
                         tree.temporaries.forget_dead(|id| tree.model.learner(id).is_ok());
                         tree.model.learners().iter().for_each(|learner| learner.report_progress());
                     }

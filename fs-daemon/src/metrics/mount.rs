@@ -34,9 +34,9 @@ fn add_state(page: &mut Page, model: &Model) {
     page.gauge("gradfs_learners", help, of_model, status.members.len() as f64);
     let late = status.late.as_ref().map(|(late, waited)| (&late.learners[..], late.more, *waited));
     page.waits(name, status.state.name(), late);
-    let readers = model.job.readers();
+    let readers = model.whole().job.readers();
     let told = readers.iter().map(|of| (&*of.name, of.applied.map(|version| version.0), of.staged.0));
-    page.readers(name, told, model.job.state().held_by.len());
+    page.readers(name, told, model.whole().job.state().held_by.len());
     let help = "Contributions that are part of a version, those of other mounts included.";
     page.counter("gradfs_contributions_total", help, of_model, status.contributions as f64);
     if let Some(norm) = status.norm.map(Norm::get).filter(|norm| norm.is_finite()) {
@@ -72,7 +72,7 @@ fn add_state(page: &mut Page, model: &Model) {
             page.gauge(metric, help, of_model, value.unwrap_or_default().as_secs_f64());
         }
     }
-    status.shards.iter().for_each(|shard| add_shard(page, name, shard));
+    model.whole().job.status().shards.iter().for_each(|shard| add_shard(page, name, shard));
 }
 
 fn add_shard(page: &mut Page, model: &str, view: &ShardView) {
@@ -113,7 +113,7 @@ fn add_traffic(page: &mut Page, model: &Model) {
     ] {
         page.counter(metric, help, &[("model", name)], bytes.load(Ordering::Relaxed) as f64);
     }
-    if let Some(payloads) = model.job.payload() {
+    if let Some(payloads) = model.whole().job.payload() {
         page.payload(name, &payloads);
     }
     if let Some(via) = model.job.relays() {
@@ -127,7 +127,7 @@ fn add_traffic(page: &mut Page, model: &Model) {
         let help = "Blocks that were pulled from shards, because another mount did not send them.";
         page.counter("gradfs_relay_replaced_blocks_total", help, of_model, via.replaced_blocks as f64);
     }
-    let (push, pull) = model.times.rates(&model.job).unzip();
+    let (push, pull) = model.whole().times.rates(&model.whole().job).unzip();
     for (direction, rate) in [("push", push), ("pull", pull)] {
         let Some(rate) = rate else { continue };
         let help = "Payload that was pushed and pulled, over the last 10 seconds.";

@@ -33,7 +33,7 @@ impl Capture {
                 let (registry, model) = (registry.clone(), model.name.clone());
                 (StreamHead::Elsewhere { registry, model }, None, None)
             }
-            Snapshots::Never(_) => {
+            Snapshots::Never(_) | Snapshots::PartOf(_) => {
                 return Err(CallError::new(libc::EOPNOTSUPP, "a view has no snapshots: save its model"));
             }
             Snapshots::Here(shard) => {

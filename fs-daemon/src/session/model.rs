@@ -39,6 +39,8 @@ pub enum Snapshots {
     Registry(String),
     /// Nobody: it is a view of another model, which may be written so.
     Never(Option<Arc<WrittenView>>),
+    /// Nobody: it stands in place of this model, of which it shows a part.
+    PartOf(Arc<Model>),
 }
 
 /// A learner that has been dropped while programs that used it live.
@@ -165,7 +167,15 @@ impl Model {
     pub fn written_view(&self) -> Option<&Arc<WrittenView>> {
         match &self.snapshots {
             Snapshots::Never(written) => written.as_ref(),
-            Snapshots::Here(_) | Snapshots::Registry(_) => None,
+            Snapshots::Here(_) | Snapshots::Registry(_) | Snapshots::PartOf(_) => None,
+        }
+    }
+
+    /// The model in whose place it stands, or itself: the one that has shards, settings and readers.
+    pub fn whole(&self) -> &Model {
+        match &self.snapshots {
+            Snapshots::PartOf(whole) => whole,
+            Snapshots::Here(_) | Snapshots::Registry(_) | Snapshots::Never(_) => self,
         }
     }
 

@@ -7,6 +7,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
 use libmodelio::bytes::region::Region;
+use libmodelio::client::Event;
 use libmodelio::transport::local::Shard as _;
 use libmodelio::view::{self, Flat, Source, ViewPlan};
 use libmodelio::vocabulary::strided::Strided;
@@ -48,7 +49,12 @@ impl ViewMaker {
     pub fn in_place_of(source: Arc<Model>, plan: ViewPlan) -> CallResult<Arc<Model>> {
         let (name, keeps) = (source.name.clone(), Some(Arc::clone(&source)));
         let (model, maker) = ViewMaker::begin(&source, name, plan, None, keeps)?;
-        source.job.subscribe(Box::new(move |_| maker.wake()));
+        let of_view = Arc::downgrade(&model);
+        source.job.subscribe(Box::new(move |event| match event {
+            // Its readers are those of the model.
+            Event::Readers => of_view.upgrade().iter().for_each(|view| view.job.tell(event)),
+            Event::Published(_) | Event::Left(..) => maker.wake(),
+        }));
         Ok(model)
     }
 
@@ -71,10 +77,12 @@ impl ViewMaker {
         let failed = |error: &dyn std::fmt::Display| CallError::new(libc::EIO, error.to_string());
         let job = view.job(&source.name, source.job.generation()).map_err(|error| failed(&error))?;
         let plan = Arc::new(plan);
-        let is_part = plan.share().is_some() && keeps.is_none();
-        let written = is_part.then(|| Arc::new(WrittenView::new(&source.job, &plan)));
-        let (own, snapshots) = (OWN_LEARNER.to_owned(), Snapshots::Never(written));
-        let mut model = Model::new(name, job, source.metadata.clone(), own, snapshots);
+        let written = || plan.share().map(|_| Arc::new(WrittenView::new(&source.job, &plan)));
+        let snapshots = match &keeps {
+            Some(whole) => Snapshots::PartOf(Arc::clone(whole)),
+            None => Snapshots::Never(written()),
+        };
+        let mut model = Model::new(name, job, source.metadata.clone(), OWN_LEARNER.to_owned(), snapshots);
         model.companions = source.companions.clone();
         model.own_refusal = Arc::clone(&source.own_refusal);
         let model = Arc::new(model);
@@ -86,6 +94,7 @@ impl ViewMaker {
             while woken.recv_timeout(LOOKS) != Err(RecvTimeoutError::Disconnected) {
                 let (Some(source), Some(model)) = (ends.0.upgrade(), ends.1.upgrade()) else { return };
                 let outcome = follow(&view, &plan, &source, &model);
+                let outcome = outcome.inspect_err(|error| model.own_refusal.explain(error));
                 let why = outcome.err().map(|error| error.to_string());
                 if why.is_some() && why != said {
                     tracing::warn!(
@@ -148,11 +157,14 @@ fn make(
     if !job.holds_versions() {
         let (version, patience) = (job.version(), source.timeout());
         let until = move || deadline.unwrap_or_else(|| Instant::now() + patience);
-        return view.make(buffer, about(version), |out| apart::fill(job, version, plan, out, &until));
+        return view.make(buffer, about(version), |before, out| {
+            let before = before.filter(|_| job.controls().delta);
+            apart::fill(job, (version, before), plan, out, &until)
+        });
     }
     let reader = source.open_newest()?;
     // Versions are pulled in time for who opens them.
     job.version_opened(None);
     let mut held = Held(Flat(reader.bytes(0..source.layout.size())), deadline);
-    view.make(buffer, about(reader.version()), |out| view::fill(plan, &mut held, out))
+    view.make(buffer, about(reader.version()), |_, out| view::fill(plan, &mut held, out))
 }

@@ -116,8 +116,10 @@ impl WrittenView {
         let (name, timeout) = (source.name_part(), source.controls().timeout);
         let goes_on = || !publisher.is_withdrawn();
         let part_of = PartOf { set: set.clone(), number: part, of, all };
-        let published = publisher.commit_part(timeout, |bytes| {
-            source.publish_part((name, part_of), (view::inverse(&self.plan), bytes), meta, timeout, &goes_on)
+        let published = publisher.commit_part(timeout, |bytes, newest| {
+            let newest = newest.filter(|_| source.controls().delta);
+            let pieces = (view::inverse(&self.plan), bytes, newest);
+            source.publish_part((name, part_of), pieces, meta, timeout, &goes_on)
         });
         self.under_way.store(false, Ordering::Release);
         match published {

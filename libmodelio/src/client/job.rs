@@ -35,7 +35,7 @@ use crate::bytes::region::{Region, RegionKey};
 use crate::client::core::LastCommit;
 use crate::client::memory::JobMemory;
 use crate::client::observed::Phases;
-use crate::client::options::Listener;
+use crate::client::options::{Event, Listener};
 use crate::client::shared::Shared;
 use crate::observe::staleness::Staleness;
 use crate::observe::trace::{Recorder, Recording};
@@ -193,6 +193,12 @@ impl Job {
     /// Sets the listener for events. It replaces the earlier one.
     pub fn subscribe(&self, listener: Listener) {
         *self.shared.listener.lock() = Some(Arc::new(listener));
+    }
+
+    /// Has the listener hear of an event of another job, in whose place this one stands.
+    pub fn tell(&self, event: Event) {
+        let listener = self.shared.listener.lock().clone();
+        listener.inspect(|listener| listener(event));
     }
 
     /// The settings, as last received.

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::part::Part;
 use super::plan::{Move, ViewPlan};
+use crate::formats::named::{Convert, conversion};
 use crate::vocabulary::layout::Tensor;
 use crate::vocabulary::strided::Strided;
 
@@ -51,33 +52,92 @@ pub fn fill<S: Source>(plan: &ViewPlan, source: &mut S, out: &mut [u8]) -> Resul
     plan.moves.iter().try_for_each(|of| carry(plan, of, source, out, &mut room))
 }
 
-/// What [`fill`] reads, in its order. A source that takes its time can read ahead.
-pub fn reads(plan: &ViewPlan) -> impl Iterator<Item = Vec<Strided>> {
-    plan.moves.iter().flat_map(|Move { part, target, .. }| {
+/// What [`fill`] reads, tile by tile, in its order. A source that takes its time can read ahead.
+pub fn reads(plan: &ViewPlan) -> impl Iterator<Item = Tile> + '_ {
+    plan.moves.iter().flat_map(move |of| {
+        let Move { part, target, convert, .. } = of;
         let (from, to) = (&plan.source.tensors()[part.tensor], &plan.target.tensors()[*target]);
         let sizes = from.dtype.size_bytes().zip(to.dtype.size_bytes());
-        let whole = whole(from).filter(|_| sizes.is_none()).map(|all| vec![all]);
-        let tiled = sizes.into_iter().flat_map(move |(size, _)| {
-            tiles(&shape(part), size, part.transpose).map(move |tile| sources(part, from, size, &tile))
+        let whole = whole(from).filter(|_| sizes.is_none());
+        let whole = whole.into_iter().flat_map(move |all| {
+            let cuts = (0..all.run).step_by(PIECE).map(move |at| at..all.run.min(at + PIECE as u64));
+            cuts.map(move |cut| {
+                let at = |base: u64| vec![Strided::contiguous(base + cut.start..base + cut.end)];
+                Tile { pieces: at(all.start), places: at(to.bytes.start), kept: Some(Kept::default()) }
+            })
         });
-        whole.into_iter().chain(tiled)
+        let tiled = sizes.into_iter().flat_map(move |(size, width)| {
+            // Wider elements hold all that narrower ones say.
+            let back = conversion(to.dtype, from.dtype).filter(|_| width > size);
+            tiles(&shape(part), size, part.transpose).map(move |tile| {
+                let turned = part.transpose.then(|| (tile[1].len(), size));
+                let kept = (convert.is_none() || back.is_some()).then_some(Kept { back, turned });
+                Tile { pieces: sources(part, from, size, &tile), places: targets(of, to, width, &tile), kept }
+            })
+        });
+        whole.chain(tiled)
     })
 }
 
 /// The pieces of the model that a view of this plan holds, tile by tile, and the pieces of the view that hold the same bytes
 /// in the same order. The plan must have an inverse ([`ViewPlan::check_inverse`]).
 pub fn inverse(plan: &ViewPlan) -> impl Iterator<Item = (Vec<Strided>, Vec<Strided>)> + '_ {
-    plan.moves.iter().flat_map(move |of| {
-        let (from, to) = (&plan.source.tensors()[of.part.tensor], &plan.target.tensors()[of.target]);
-        let size = from.dtype.size_bytes();
-        let whole = whole(from).filter(|_| size.is_none());
-        let whole = whole.map(|all| (vec![all], vec![Strided::contiguous(to.bytes.clone())]));
-        let tiled = size.into_iter().flat_map(move |size| {
-            tiles(&shape(&of.part), size, false)
-                .map(move |tile| (sources(&of.part, from, size, &tile), targets(of, to, size, &tile)))
-        });
-        whole.into_iter().chain(tiled)
-    })
+    reads(plan).map(|Tile { pieces, places, .. }| (pieces, places))
+}
+
+/// A tile of a part.
+pub struct Tile {
+    /// The pieces of the model that it is read from.
+    pub pieces: Vec<Strided>,
+    /// The pieces of the view that it becomes.
+    places: Vec<Strided>,
+    /// None if the view has less than their bytes say.
+    kept: Option<Kept>,
+}
+
+/// What makes the bytes of a tile again.
+#[derive(Default)]
+struct Kept {
+    /// Changes the type of elements.
+    back: Option<Convert>,
+    /// The rows of the view, which are columns there, and the bytes of an element.
+    turned: Option<(usize, usize)>,
+}
+
+impl Tile {
+    /// The bytes of the model that it is read from.
+    pub fn bytes(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.run * piece.count).sum()
+    }
+
+    /// Whether a view holds all that these bytes say.
+    pub fn is_kept(&self) -> bool {
+        self.kept.is_some()
+    }
+
+    /// Appends the bytes of the model that this tile of `view` was made of, if [`Self::is_kept`]. Where types were changed,
+    /// a NaN may come back with other bits.
+    ///
+    /// # Panics
+    /// If the view is shorter than its plan says.
+    pub fn recover(&self, view: &[u8], out: &mut Vec<u8>) {
+        let Some(Kept { back, turned }) = &self.kept else { return };
+        let pieces = self.places.iter().flat_map(Strided::pieces);
+        let bytes = pieces.map(|piece| &view[piece.start as usize..piece.end as usize]);
+        if back.is_none() && turned.is_none() {
+            return bytes.for_each(|bytes| out.extend_from_slice(bytes));
+        }
+        let (mut packed, mut changed) = (bytes.collect::<Vec<_>>().concat(), Vec::new());
+        if let Some(back) = back {
+            back(&packed, &mut changed);
+            std::mem::swap(&mut packed, &mut changed);
+        }
+        if let Some((rows, size)) = *turned {
+            transpose(&packed, rows, size, &mut changed);
+            std::mem::swap(&mut packed, &mut changed);
+        }
+        out.extend_from_slice(&packed);
+    }
 }
 
 fn carry<S: Source>(

@@ -241,7 +241,11 @@ impl Entry {
             _ => {
                 let what =
                     "an entry has \"from\" and what is done with that, or \"name\", \"concat\" and \"dim\"";
-                return unfit(format!("{what}: see that of {:?}", name.as_ref().or(from.as_ref())));
+                let of = name.as_ref().or(from.as_ref());
+                return unfit(match of {
+                    Some(of) => format!("{what}: see that of {:?}", shown(of)),
+                    None => format!("{what}: one has neither \"name\" nor \"from\""),
+                });
             }
         };
         let cast = cast.as_deref().map(DType::parse).transpose();

@@ -7,7 +7,7 @@ use fastrand::Rng;
 use half::bf16;
 use serde_json::{Value, json};
 
-use super::{Flat, Share, Source, ViewPlan, fill, inverse, reads};
+use super::{Flat, Share, Source, Tile, ViewPlan, fill, inverse, reads};
 use crate::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
 use crate::vocabulary::strided::Strided;
 
@@ -64,7 +64,19 @@ fn made(model: &Model, plan: &Value) -> BTreeMap<String, (DType, Plain)> {
     let bytes = flat(model, &source);
     let mut noted = Noted(Flat(&bytes), Vec::new());
     let Ok(()) = fill(&plan, &mut noted, &mut out);
-    assert_eq!(noted.1, reads(&plan).collect::<Vec<_>>(), "what it reads is known before");
+    assert_eq!(
+        noted.1,
+        reads(&plan).map(|tile| tile.pieces).collect::<Vec<_>>(),
+        "what it reads is known before"
+    );
+    let (mut recovered, mut packed) = (Vec::new(), Vec::new());
+    for tile in reads(&plan).filter(Tile::is_kept) {
+        recovered.clear();
+        tile.recover(&out, &mut recovered);
+        packed.resize(tile.bytes() as usize, 0);
+        let Ok(()) = Flat(&bytes).read(&tile.pieces, &mut packed);
+        assert!(recovered == packed, "what it was made of comes back");
+    }
     let tensors = plan.layout().tensors().iter().map(|tensor| {
         let bytes = &out[tensor.bytes.start as usize..tensor.bytes.end as usize];
         let elements = bytes.chunks(tensor.dtype.size_bytes().unwrap()).map(<[u8]>::to_vec).collect();
@@ -329,6 +341,8 @@ fn a_wrong_plan_is_refused_by_the_name_of_what_is_wrong() {
         (json!({ "tensors": [{ "from": "w" }], "tp": 2 }), "\"tp\", which is unknown, or goes with a style"),
         (json!({ "style": "gpt", "tp": 2 }), "unknown variant"),
         (one(json!({ "form": "w" })), "unknown field `form`"),
+        (one(json!({ "name": "z", "concat": [] })), "see that of \"z\""),
+        (one(json!({})), "one has neither \"name\" nor \"from\""),
         (one(json!({ "from": "v" })), "the model has no tensor \"v\""),
         (one(json!({ "from": "v*" })), "no tensor has a name that matches \"v*\""),
         (one(json!({ "name": "v", "concat": [{ "from": "w" }, { "from": "u" }] })), "no tensor \"u\""),

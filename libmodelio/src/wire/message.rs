@@ -830,12 +830,17 @@ pub enum Message {
         generation: Generation,
         /// The version.
         version: Version,
+        /// An older version of which the client has the pieces: the shard may send what has changed since.
+        base: Option<Version>,
         /// The pieces, of 1 to [`super::MAX_PARTS_BYTES`] bytes together.
         #[serde(deserialize_with = "list::<MAX_PARTS, _, _>")]
         parts: Vec<Strided>,
     },
-    /// The answer. The payload is the pieces, one behind the other.
-    PartBytes,
+    /// The answer. The payload is the pieces, one behind the other, or what has changed in them.
+    PartBytes {
+        /// The payload is a patch, which makes the pieces from those of the base. They have this CRC32C then.
+        patched: Option<u32>,
+    },
 
     // -- a client to a shard that has an older version
     /// Like `Push`, for a block of new weights: what has changed in it, as a patch. Not answered.
@@ -867,8 +872,8 @@ pub enum Message {
         /// What its publisher says of the version.
         meta: Meta,
     },
-    /// A client to a shard: pieces of a part, which lie in the shard's blocks. The payload has them, one behind the other.
-    /// Answered by `Done`. The shard keeps them as long as the connection lasts.
+    /// A client to a shard: pieces of a part, which lie in the shard's blocks. The payload has them, one behind the other,
+    /// or what has changed in them. Answered by `Done`. The shard keeps them as long as the connection lasts.
     WritePart {
         /// The life of the model.
         generation: Generation,
@@ -878,6 +883,8 @@ pub enum Message {
         client: ClientId,
         /// Its name for the part.
         token: u64,
+        /// The payload is a patch, which makes the pieces from those of this version. They have this CRC32C then.
+        patched: Option<(Version, u32)>,
         /// The pieces, of 1 to [`super::MAX_PARTS_BYTES`] bytes together.
         #[serde(deserialize_with = "list::<MAX_PARTS, _, _>")]
         parts: Vec<Strided>,

@@ -783,10 +783,15 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(address, depth)| Message::PullVia { address, depth })
             .boxed(),
         text().prop_map(|address| Message::RelayFailed { address }).boxed(),
-        (id64(Generation), id64(Version), vec(strided(), 1..6))
-            .prop_map(|(generation, version, parts)| Message::ReadParts { generation, version, parts })
+        (id64(Generation), id64(Version), proptest::option::of(id64(Version)), vec(strided(), 1..6))
+            .prop_map(|(generation, version, base, parts)| Message::ReadParts {
+                generation,
+                version,
+                base,
+                parts,
+            })
             .boxed(),
-        Just(Message::PartBytes).boxed(),
+        any::<Option<u32>>().prop_map(|patched| Message::PartBytes { patched }).boxed(),
         (id64(PlanId), block(), id64(Version), any::<(u32, bool)>())
             .prop_map(|(plan, block, base, (crc, ahead))| Message::PushChanges {
                 plan,
@@ -805,12 +810,19 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
                 meta,
             })
             .boxed(),
-        (id64(Generation), id64(Epoch), id64(ClientId), any::<u64>(), vec(strided(), 1..6))
-            .prop_map(|(generation, epoch, client, token, parts)| Message::WritePart {
+        (
+            id64(Generation),
+            id64(Epoch),
+            id64(ClientId),
+            any::<(u64, Option<(u64, u32)>)>(),
+            vec(strided(), 1..6),
+        )
+            .prop_map(|(generation, epoch, client, (token, patched), parts)| Message::WritePart {
                 generation,
                 epoch,
                 client,
                 token,
+                patched: patched.map(|(base, crc)| (Version(base), crc)),
                 parts,
             })
             .boxed(),

@@ -30,6 +30,7 @@ mod making;
 mod measuring;
 mod merge;
 mod newest;
+mod pieces;
 mod pinned;
 mod places;
 mod state;

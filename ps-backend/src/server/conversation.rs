@@ -377,23 +377,26 @@ impl Peer {
                     admin::changed_since(&shared, generation, (base, version), first)
                 });
             }
-            Message::ReadParts { generation, version, parts } if shared.options.holds_blocks => {
+            Message::ReadParts { generation, version, base, parts } if shared.options.holds_blocks => {
                 match self.reading.of(&shared, generation, version) {
                     Ok(of) => {
                         let kind = errands::ErrandKind::Parts;
-                        return self.send_off(request, kind, payload, move |_| of.gather(&parts));
+                        return self.send_off(request, kind, payload, move |_| of.gather(base, &parts));
                     }
                     Err(refusal) => Err(refusal),
                 }
             }
-            Message::WritePart { generation, epoch, client, token, parts } if shared.options.holds_blocks => {
+            Message::WritePart { generation, epoch, client, token, patched, parts }
+                if shared.options.holds_blocks =>
+            {
                 match models::partition_of(&shared, generation) {
                     Ok((_, partition)) => {
                         let part = partition.part(client, token);
                         self.brings = Some(Arc::clone(&part));
-                        return self.send_off(request, errands::ErrandKind::Short, payload, move |packed| {
+                        let kind = errands::ErrandKind::Short;
+                        return self.send_off(request, kind, payload, move |payload| {
                             partition
-                                .keep_part(&part, epoch, (&parts, packed))
+                                .keep_part(&part, epoch, (&parts, patched, payload))
                                 .map(|()| (Message::Done, None))
                         });
                     }

@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::tally::Flow;
-use libmodelio::vocabulary::ids::{BlockId, Generation, Version};
-use libmodelio::vocabulary::shard_error::ShardError;
+use libmodelio::vocabulary::ids::{Generation, Version};
 use libmodelio::vocabulary::strided::Strided;
 use libmodelio::wire::{Message, Refusal};
 
@@ -66,32 +66,17 @@ impl Reading {
 }
 
 impl OfVersion {
-    /// The pieces, one behind the other.
-    pub(super) fn gather(&self, parts: &[Strided]) -> AdminAnswer {
-        let (partition, layout) = (self.partition.store().partition(), self.partition.layout());
-        let bytes = Strided::total(parts, self.partition.model_bytes()).ok_or(ShardError::OutOfRange)?;
-        // The protocol bounds this.
-        let mut packed = Vec::with_capacity(bytes as usize);
-        let mut around = (0..0, [].as_slice());
-        for piece in parts.iter().flat_map(Strided::pieces) {
-            let mut at = piece.start;
-            while at < piece.end {
-                if !around.0.contains(&at) {
-                    let block = BlockId((at / u64::from(layout.block_size())) as u32);
-                    let local = partition.local(block).ok_or(Refusal::NotMine { block })?;
-                    let (start, bytes) =
-                        (u64::from(block.0) * u64::from(layout.block_size()), self.version.block(local));
-                    around = (start..start + bytes.len() as u64, bytes);
-                }
-                let end = piece.end.min(around.0.end);
-                let start = around.0.start;
-                packed.extend_from_slice(&around.1[(at - start) as usize..(end - start) as usize]);
-                at = end;
-            }
-        }
-        let tally = self.partition.store().tally();
-        tally.moved(Flow::Pull, packed.len());
+    /// The pieces, one behind the other, or what has changed in them since `base` if that is shorter.
+    pub(super) fn gather(&self, base: Option<Version>, parts: &[Strided]) -> AdminAnswer {
+        let packed = self.version.packed(self.partition.model_bytes(), parts)?;
+        let store = self.partition.store();
+        let tally = store.tally();
         tally.copied(Flow::Pull, packed.len());
-        Ok((Message::PartBytes, Some(packed)))
+        let since = base.and_then(|base| store.since(base, self.version.version()));
+        let patch = since.and_then(|since| since.patch_packed(store.partition(), parts, &packed));
+        let patched = patch.as_ref().map(|_| crc32c(&packed));
+        let answer = patch.unwrap_or(packed);
+        tally.moved(Flow::Pull, answer.len());
+        Ok((Message::PartBytes { patched }, Some(answer)))
     }
 }

@@ -99,7 +99,7 @@ impl ViewShard {
     }
 
     /// Shows the version that `fill` makes in `buffer`, which [`Shard::take_buffer`] gave and no version is in. It
-    /// replaces an older one, with the settings from now on, and what was said of it.
+    /// replaces an older one, which `fill` may read, with the settings from now on, and what was said of it.
     ///
     /// # Errors
     /// Those of `fill`, and nothing is shown.
@@ -110,7 +110,7 @@ impl ViewShard {
         &self,
         buffer: Region,
         (version, controls, meta): (Version, Controls, Meta),
-        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+        fill: impl FnOnce(Option<(Version, &[u8])>, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (memory, before) = (Arc::clone(buffer.memory()), self.shelf.lock().newest.clone());
         drop(buffer);
@@ -126,7 +126,9 @@ impl ViewShard {
         drop(shelf);
         // SAFETY: no version is in the buffer, and nobody else has its memory but the shelf, which gives it to nobody
         // while this function has it.
-        fill(unsafe { memory.bytes_mut(0..memory.len()) })?;
+        let out = unsafe { memory.bytes_mut(0..memory.len()) };
+        let all = 0..self.layout.size();
+        fill(before.as_ref().map(|(of, _)| (old_version, pinned_bytes(of.memory(), all))), out)?;
         for block in (0..self.layout.blocks()).map(BlockId) {
             let Some((changes, (before, _))) = changes.as_ref().zip(before.as_ref()) else { break };
             let bytes = self.layout.block_bytes(block);
@@ -277,7 +279,7 @@ mod tests {
 
     fn show(shard: &ViewShard, buffer: Region, version: u64, retain: u32) {
         let controls = Controls { retain, ..Controls::default() };
-        let made = shard.make(buffer, (Version(version), controls, Meta::default()), |out| {
+        let made = shard.make(buffer, (Version(version), controls, Meta::default()), |_, out| {
             out.fill(0);
             out[..4].fill(version as u8);
             Ok::<(), ()>(())
@@ -346,10 +348,11 @@ mod tests {
         held.remove(0);
         show(&shard, job.allocate().unwrap(), version, 0);
         held.remove(0);
-        let failed =
-            shard.make(job.allocate().unwrap(), (Version(99), Controls::default(), Meta::default()), |_| {
-                Err(5)
-            });
+        let failed = shard.make(
+            job.allocate().unwrap(),
+            (Version(99), Controls::default(), Meta::default()),
+            |_, _| Err(5),
+        );
         assert!(failed == Err(5) && job.version() == Version(version));
     }
 

@@ -20,9 +20,9 @@ const SETTINGS: &[(&str, &str)] = &[("reducer", "sum"), ("learners", "1")];
 
 fn ask(peer: &mut AdminPeer, world: &World, version: u64, part: Strided) -> Result<Vec<u8>, AdminError> {
     let (generation, version) = (world.record.generation, Version(version));
-    let ask = Message::ReadParts { generation, version, parts: vec![part] };
+    let ask = Message::ReadParts { generation, version, base: None, parts: vec![part] };
     match peer.request(&ask, &[], Instant::now() + LONG)? {
-        (Message::PartBytes, bytes) => Ok(bytes),
+        (Message::PartBytes { patched: None }, bytes) => Ok(bytes),
         other => panic!("{other:?}"),
     }
 }
@@ -147,7 +147,8 @@ fn a_shard_refuses_pieces_that_are_not_its_own() {
         matches!(ask(&mut peer, &world, 0, too_many), Err(AdminError::Request(_))),
         "neither end takes it"
     );
-    let other = Message::ReadParts { generation: Generation(7), version: Version(0), parts: vec![outside] };
+    let (generation, version) = (Generation(7), Version(0));
+    let other = Message::ReadParts { generation, version, base: None, parts: vec![outside] };
     let other = peer.request(&other, &[], Instant::now() + LONG);
     assert!(matches!(other, Err(AdminError::Refusal(Refusal::NoModel(_)))), "{other:?}");
     world.serves();

@@ -11,7 +11,7 @@ use crate::session::error::{CallError, CallResult, Done};
 impl Model {
     /// The reader of this name, of any mount.
     pub fn reader_named(&self, name: &str) -> Option<ReaderState> {
-        self.job.readers().into_iter().find(|reader| reader.name == name)
+        self.whole().job.readers().into_iter().find(|reader| reader.name == name)
     }
 
     /// The reader of this number.
@@ -19,7 +19,7 @@ impl Model {
     /// # Errors
     /// ENOENT if it has gone.
     pub fn reader(&self, reader: ReaderId) -> CallResult<ReaderState> {
-        self.job.reader(reader).ok_or_else(CallError::not_found)
+        self.whole().job.reader(reader).ok_or_else(CallError::not_found)
     }
 
     /// The least version that readers of the job have applied; that of one, if one is asked for.
@@ -29,7 +29,7 @@ impl Model {
     pub fn applied(&self, reader: Option<ReaderId>) -> CallResult<Option<Version>> {
         match reader {
             Some(reader) => Ok(self.reader(reader)?.applied),
-            None => Ok(least_applied(&self.job.readers())),
+            None => Ok(least_applied(&self.whole().job.readers())),
         }
     }
 
@@ -40,7 +40,7 @@ impl Model {
     pub fn begin_reader(&self, name: &str) -> CallResult<ReaderState> {
         let host = nix::unistd::gethostname().ok().and_then(|host| host.into_string().ok());
         let (host, prompt) = (host.unwrap_or_default(), self.prompt());
-        wait_for(prompt, |done| self.job.begin_reader(name.to_owned(), host, prompt, done))?;
+        wait_for(prompt, |done| self.whole().job.begin_reader(name.to_owned(), host, prompt, done))?;
         tracing::info!(model = self.name, reader = name, "reads");
         // Its client may have been given up just now.
         self.reader_named(name).ok_or_else(|| ShardError::NoReader(name.to_owned()).into())
@@ -52,7 +52,7 @@ impl Model {
     /// ENOENT if there is none of the name, EACCES for one of another mount.
     pub fn end_reader(&self, name: &str) -> CallResult<()> {
         let prompt = self.prompt();
-        wait_for(prompt, |done| self.job.end_reader(name.to_owned(), prompt, done))?;
+        wait_for(prompt, |done| self.whole().job.end_reader(name.to_owned(), prompt, done))?;
         tracing::info!(model = self.name, reader = name, "reads no more");
         Ok(())
     }
@@ -67,7 +67,7 @@ impl Model {
         let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         let number = is_number.then(|| text.parse().ok()).flatten();
         let got = Version(number.ok_or_else(|| not_applied("not the decimal number of a version"))?);
-        let newest = self.job.state().version.max(self.job.version());
+        let newest = self.whole().job.state().version.max(self.whole().job.version());
         if got > newest {
             return Err(not_applied(&ShardError::NoVersionYet { got, newest }.to_string()));
         }
@@ -84,7 +84,7 @@ impl Model {
             Err(error) => return done(Err(error)),
         };
         let answered = move |outcome: Result<(), ShardError>| done(outcome.map_err(CallError::from));
-        self.job.applies(name, version, self.prompt(), Box::new(answered));
+        self.whole().job.applies(name, version, self.prompt(), Box::new(answered));
     }
 }
 

@@ -7,14 +7,14 @@ use std::time::Instant;
 use libmodelio::admin::AdminError;
 use libmodelio::bytes::mmap::trim_heap;
 use libmodelio::client::{Job, PartsError, PartsPeers};
-use libmodelio::view::{self, Source, ViewPlan};
+use libmodelio::view::{self, Source, Tile, ViewPlan};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::strided::Strided;
 
 use crate::session::error::{CallError, CallResult};
 
 /// Bytes that are asked for at once. As many may wait to be used, and as many are being used.
-const AT_ONCE: u64 = 4 << 20;
+const AT_ONCE: usize = 4 << 20;
 
 /// What the plan reads, one batch after the other, in its order.
 struct Ahead {
@@ -44,13 +44,14 @@ impl Source for Ahead {
     }
 }
 
-/// Fills a view of this version. Each batch has until a deadline.
+/// Fills a view of this version. Shards send what has changed since an older one, of which this is the view. Each batch has
+/// until a deadline.
 ///
 /// # Errors
 /// ESTALE if the version is gone, ETIMEDOUT, EIO, EAGAIN.
 pub(super) fn fill(
     job: &Job,
-    version: Version,
+    (version, before): (Version, Option<(Version, &[u8])>),
     plan: &ViewPlan,
     out: &mut [u8],
     deadline: &(dyn Fn() -> Instant + Sync),
@@ -58,18 +59,21 @@ pub(super) fn fill(
     let outcome = std::thread::scope(|scope| {
         let (sender, batches) = mpsc::sync_channel(1);
         let read = move || {
-            let (mut peers, mut reads) =
-                (PartsPeers::default(), view::reads(plan).flatten().flat_map(cut).peekable());
-            while reads.peek().is_some() {
-                let (mut parts, mut bytes) = (Vec::new(), 0);
+            let (mut peers, mut tiles) = (PartsPeers::default(), view::reads(plan).peekable());
+            while let Some(first) = tiles.peek() {
+                let base = before.filter(|_| first.is_kept());
+                let is_alike = |tile: &Tile| before.is_none() || tile.is_kept() == base.is_some();
+                let (mut parts, mut batch, mut bytes) = (Vec::new(), Vec::new(), 0);
                 while bytes < AT_ONCE
-                    && let Some(part) = reads.next()
+                    && let Some(tile) = tiles.next_if(is_alike)
                 {
-                    bytes += part.run * part.count;
-                    parts.push(part);
+                    bytes += tile.bytes() as usize;
+                    base.inspect(|(_, before)| tile.recover(before, &mut batch));
+                    parts.extend(tile.pieces);
                 }
-                let mut batch = vec![0; bytes as usize];
-                let read = job.read_parts_by(&mut peers, version, &parts, &mut batch, deadline());
+                batch.resize(bytes, 0);
+                let versions = (version, base.map(|(base, _)| base));
+                let read = job.read_parts_by(&mut peers, versions, &parts, &mut batch, deadline());
                 let is_over = read.is_err();
                 // The filling may have ended.
                 if sender.send(read.map(|()| batch)).is_err() || is_over {
@@ -86,15 +90,6 @@ pub(super) fn fill(
     outcome
 }
 
-/// One long piece is several.
-fn cut(part: Strided) -> impl Iterator<Item = Strided> {
-    let is_long = part.count == 1 && part.run > AT_ONCE;
-    let (end, step) = (part.start + part.run, AT_ONCE as usize);
-    let cuts = (part.start..end).step_by(step).filter(move |_| is_long);
-    let cuts = cuts.map(move |start| Strided::contiguous(start..end.min(start + AT_ONCE)));
-    Some(part).filter(|_| !is_long).into_iter().chain(cuts)
-}
-
 pub(in crate::session) fn explained(error: PartsError) -> CallError {
     let errno = match &error {
         PartsError::Gone(_) => libc::ESTALE,
@@ -102,7 +97,9 @@ pub(in crate::session) fn explained(error: PartsError) -> CallError {
             libc::ETIMEDOUT
         }
         PartsError::Thread(_) => libc::EAGAIN,
-        PartsError::Asking(_) | PartsError::Outside | PartsError::Room { .. } => libc::EIO,
+        PartsError::Asking(_) | PartsError::NotPatched | PartsError::Outside | PartsError::Room { .. } => {
+            libc::EIO
+        }
     };
     CallError::new(errno, error.to_string())
 }

@@ -13,12 +13,14 @@ use super::Job;
 use super::parts::{PartsError, PartsPeers};
 use super::requests::{millis, shard_error};
 use crate::admin::{AdminError, AdminPeer};
+use crate::bytes::changes::Changed;
+use crate::bytes::crc32c::crc32c;
 use crate::bytes::region::RegionKey;
 use crate::client::parts::{Ask, Asks};
 use crate::client::peers::routes::Routes;
 use crate::transport::tally::Flow;
 use crate::vocabulary::block_ranges;
-use crate::vocabulary::ids::{ClientId, Epoch, Generation};
+use crate::vocabulary::ids::{ClientId, Epoch, Generation, Version};
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::strided::Strided;
@@ -78,7 +80,8 @@ impl Job {
 
     /// Publishes a part of new weights, and waits until all parts of its set are a version that this client shows.
     /// `pieces` say where the part's bytes belong in the model, and where the same bytes lie in `memory`, in the same
-    /// order. Now and then, `goes_on` says whether anybody waits.
+    /// order. If that is given of an older version, too, shards that have it are sent what has changed. Now and then,
+    /// `goes_on` says whether anybody waits.
     ///
     /// # Errors
     /// [`PartError`]. No part of the set is in a version then.
@@ -88,7 +91,11 @@ impl Job {
     pub fn publish_part(
         &self,
         (name, part): (RegionKey, PartOf),
-        (pieces, memory): (impl Iterator<Item = (Vec<Strided>, Vec<Strided>)>, &[u8]),
+        (pieces, memory, older): (
+            impl Iterator<Item = (Vec<Strided>, Vec<Strided>)>,
+            &[u8],
+            Option<(Version, &[u8])>,
+        ),
         meta: Meta,
         timeout: Duration,
         goes_on: &dyn Fn() -> bool,
@@ -98,23 +105,27 @@ impl Job {
             (PartsPeers::default(), FixedBitSet::with_capacity(layout.blocks() as usize));
         // All of it goes by one block map. Shards refuse what comes by another one.
         let routes = Arc::clone(&self.shared.inner.lock().peers.routes);
-        let (mut batch, mut bytes) = (Vec::new(), Vec::new());
+        let (mut batch, mut bytes, mut before) = (Vec::new(), Vec::new(), Vec::new());
         let mut pieces = pieces.peekable();
         while let Some((of, here)) = pieces.next() {
             let ranges = of.iter().flat_map(Strided::pieces);
             ranges.flat_map(|range| layout.blocks_of(range)).for_each(|block| blocks.insert(block.index()));
             batch.extend(of);
             for range in here.iter().flat_map(Strided::pieces) {
-                bytes.extend_from_slice(&memory[range.start as usize..range.end as usize]);
+                let range = range.start as usize..range.end as usize;
+                bytes.extend_from_slice(&memory[range.clone()]);
+                older.inspect(|(_, older)| before.extend_from_slice(&older[range]));
             }
             if bytes.len() >= AT_ONCE || pieces.peek().is_none() {
                 if !goes_on() {
                     return Err(ShardError::Interrupted.into());
                 }
                 peers.0.values_mut().try_for_each(|peer| peer.keep_alive(deadline))?;
-                self.send_pieces((&mut peers, &routes), name.0, (&batch, &bytes), deadline)?;
+                let older = older.map(|(version, _)| (version, &before[..]));
+                self.send_pieces((&mut peers, &routes), name.0, (&batch, &bytes, older), deadline)?;
                 batch.clear();
                 bytes.clear();
+                before.clear();
             }
         }
         let scattered = |_| ShardError::NotAllowed("the part is too scattered".into());
@@ -164,7 +175,7 @@ impl Job {
         &self,
         (peers, routes): (&mut PartsPeers, &Routes),
         token: u64,
-        (pieces, bytes): (&[Strided], &[u8]),
+        (pieces, bytes, older): (&[Strided], &[u8], Option<(Version, &[u8])>),
         deadline: Instant,
     ) -> Result<(), PartError> {
         let owned = routes.partitions.iter().map(|route| route.owned.as_slice());
@@ -173,8 +184,8 @@ impl Job {
             asks.add(*piece, place);
             place += (piece.run * piece.count) as usize;
         }
-        self.shared.accounts.tally.moved(Flow::Push, bytes.len());
-        self.shared.accounts.tally.copied(Flow::Push, 2 * bytes.len());
+        let tally = &self.shared.accounts.tally;
+        tally.copied(Flow::Push, 2 * bytes.len());
         let (asks, of) = (asks.of(), (self.generation(), routes.epoch, self.shared.client, token));
         std::thread::scope(|scope| {
             let mut threads = Vec::new();
@@ -183,7 +194,8 @@ impl Job {
                 let peer = peers.0.remove(address);
                 let write = move || {
                     let mut peer = peer.map_or_else(|| AdminPeer::connect(address, deadline), Ok)?;
-                    write_to(&mut peer, of, (asks, bytes), deadline)?;
+                    let sent = |bytes| tally.moved(Flow::Push, bytes);
+                    write_to(&mut peer, of, (asks, bytes, older), &sent, deadline)?;
                     Ok::<_, AdminError>(peer)
                 };
                 let thread = std::thread::Builder::new().name("writes-part".into());
@@ -198,31 +210,47 @@ impl Job {
     }
 }
 
-/// Sends what a shard has of the pieces, with several requests on their way.
+/// Sends what a shard has of the pieces, with several requests on their way: what has changed in them since an older
+/// version, or all of them if the shard does not have that.
 fn write_to(
     peer: &mut AdminPeer,
     (generation, epoch, client, token): (Generation, Epoch, ClientId, u64),
-    (asks, bytes): (&[Ask], &[u8]),
+    (asks, bytes, older): (&[Ask], &[u8], Option<(Version, &[u8])>),
+    sent: &dyn Fn(usize),
     deadline: Instant,
 ) -> Result<(), AdminError> {
-    let mut answers = 0;
-    for ask in asks {
-        let payload = ask.places.iter().map(|place| &bytes[place.clone()]).collect::<Vec<_>>().concat();
-        let message = Message::WritePart { generation, epoch, client, token, parts: ask.parts.clone() };
-        peer.ask(&message, &payload, deadline)?;
-        answers += 1;
-        if answers == UNDER_WAY {
-            taken(peer, deadline)?;
-            answers -= 1;
+    let pieces =
+        |ask: &Ask, of: &[u8]| ask.places.iter().map(|at| &of[at.clone()]).collect::<Vec<_>>().concat();
+    let write = |peer: &mut AdminPeer, ask: &Ask, older: Option<(Version, &[u8])>| {
+        let (payload, mut patch) = (pieces(ask, bytes), Vec::new());
+        let patched = older.filter(|(_, older)| {
+            // Elements of any type begin at such places.
+            Changed::between(&pieces(ask, older), &payload, 2).patch(&payload, &mut patch)
+        });
+        let patched = patched.map(|(base, _)| (base, crc32c(&payload)));
+        let payload = if patched.is_some() { patch } else { payload };
+        let parts = ask.parts.clone();
+        sent(payload.len());
+        peer.ask(&Message::WritePart { generation, epoch, client, token, patched, parts }, &payload, deadline)
+    };
+    let (mut waiting, mut under_way) = (asks.iter(), Vec::new());
+    loop {
+        while under_way.len() < UNDER_WAY
+            && let Some(ask) = waiting.next()
+        {
+            under_way.push((write(peer, ask, older)?, ask, older.is_some()));
         }
-    }
-    (0..answers).try_for_each(|_| taken(peer, deadline))
-}
-
-/// Waits until one request is answered.
-fn taken(peer: &mut AdminPeer, deadline: Instant) -> Result<(), AdminError> {
-    match peer.answer(deadline)?.1 {
-        Message::Refused(refusal) => Err(refusal.into()),
-        _ => Ok(()),
+        if under_way.is_empty() {
+            return Ok(());
+        }
+        let (number, answer, _) = peer.answer(deadline)?;
+        let asked = under_way.iter().position(|(of, ..)| *of == number).map(|at| under_way.swap_remove(at));
+        match (answer, asked) {
+            (Message::Refused(Refusal::NoVersion { .. }), Some((_, ask, true))) => {
+                under_way.push((write(peer, ask, None)?, ask, false));
+            }
+            (Message::Refused(refusal), _) => return Err(refusal.into()),
+            _ => {}
+        }
     }
 }

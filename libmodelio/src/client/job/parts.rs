@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use super::Job;
 use crate::admin::{AdminError, AdminPeer};
 use crate::bytes::block;
+use crate::bytes::changes::Changed;
+use crate::bytes::crc32c::crc32c;
 use crate::client::parts::{Ask, Asks};
 use crate::transport::tally::Flow;
 use crate::view::{Flat, Source as _};
@@ -40,6 +42,9 @@ pub enum PartsError {
     /// Nobody has it until the deadline.
     #[error("version {0} has not come out")]
     NotYet(Version),
+    /// What was read of an older version is not what the shards have of it.
+    #[error("what has changed in the pieces does not make those that the shards have")]
+    NotPatched,
     /// The shards say that others have the blocks.
     #[error("the shards do not have the blocks, as of a model that is being moved")]
     Moving,
@@ -55,8 +60,8 @@ pub enum PartsError {
 #[derive(Debug, Default)]
 pub struct PartsPeers(pub(super) BTreeMap<String, AdminPeer>);
 
-/// The answer to a request.
-type Answer<'a> = Result<(&'a Ask, Vec<u8>), PartsError>;
+/// The answer to a request: the bytes, or a patch that makes them, and their CRC32C.
+type Answer<'a> = Result<(&'a Ask, Option<u32>, Vec<u8>), PartsError>;
 
 impl Job {
     /// Reads pieces of a version into `out`, one behind the other, and waits until `deadline` at most. They are copied from
@@ -72,17 +77,18 @@ impl Job {
         out: &mut [u8],
         deadline: Instant,
     ) -> Result<(), PartsError> {
-        self.read_parts_by(&mut PartsPeers::default(), version, parts, out, deadline)
+        self.read_parts_by(&mut PartsPeers::default(), (version, None), parts, out, deadline)
     }
 
-    /// Like [`Self::read_parts`], over connections that are there already, and stay for the next call.
+    /// Like [`Self::read_parts`], over connections that are there already, and stay for the next call. If `out` holds the
+    /// same pieces of an older version, the shards need send only what has changed since.
     ///
     /// # Errors
     /// [`PartsError`].
     pub fn read_parts_by(
         &self,
         peers: &mut PartsPeers,
-        version: Version,
+        (version, mut base): (Version, Option<Version>),
         parts: &[Strided],
         out: &mut [u8],
         deadline: Instant,
@@ -95,7 +101,12 @@ impl Job {
         let mut before = None;
         loop {
             let are_used = !peers.0.is_empty();
-            match self.try_parts(peers, version, parts, out, deadline) {
+            match self.try_parts(peers, (version, base), parts, out, deadline) {
+                Err(error @ PartsError::NotPatched) => {
+                    let model = self.model();
+                    tracing::warn!(model, %version, "pieces are pulled whole: {error}");
+                    base = None;
+                }
                 // A client may know of a version, or of a move, before or after its shards do.
                 Err(error @ (PartsError::NotYet(_) | PartsError::Moving))
                     if Instant::now() + AGAIN < deadline =>
@@ -116,7 +127,7 @@ impl Job {
     fn try_parts(
         &self,
         peers: &mut PartsPeers,
-        version: Version,
+        (version, base): (Version, Option<Version>),
         parts: &[Strided],
         out: &mut [u8],
         deadline: Instant,
@@ -152,7 +163,7 @@ impl Job {
                     let to = |answer| answers.send(answer).is_ok();
                     let peer = peer.map_or_else(|| AdminPeer::connect(address, deadline), Ok);
                     let asked = peer.map_err(PartsError::from).and_then(|mut peer| {
-                        ask_shard(&mut peer, address, (generation, version), (asks, &to), deadline)?;
+                        ask_shard(&mut peer, address, (generation, version, base), (asks, &to), deadline)?;
                         Ok(peer)
                     });
                     asked.map_err(|error| to(Err(error))).ok()
@@ -163,9 +174,15 @@ impl Job {
             drop(sender);
             // If one fails, the others end with their next answer.
             for answer in answers {
-                let (ask, bytes) = answer?;
-                self.shared.accounts.tally.moved(Flow::Pull, bytes.len());
-                self.shared.accounts.tally.copied(Flow::Pull, bytes.len());
+                let (ask, patched, bytes) = answer?;
+                let tally = &self.shared.accounts.tally;
+                tally.moved(Flow::Pull, bytes.len());
+                let bytes = match patched {
+                    Some(crc) => patched_pieces(ask, out, (&bytes, crc))?,
+                    None => bytes,
+                };
+                tally.patched(patched.map_or(0, |_| bytes.len()));
+                tally.copied(Flow::Pull, bytes.len());
                 let mut bytes = bytes.as_slice();
                 for place in &ask.places {
                     let (piece, rest) = bytes.split_at(place.len());
@@ -186,11 +203,18 @@ fn missing(version: Version, newest: Version) -> PartsError {
     if newest < version { PartsError::NotYet(version) } else { PartsError::Gone(version) }
 }
 
+/// The pieces of a request, made from those of the base in `out`. They have this CRC32C.
+fn patched_pieces(ask: &Ask, out: &[u8], (patch, crc): (&[u8], u32)) -> Result<Vec<u8>, PartsError> {
+    let mut pieces = ask.places.iter().map(|place| &out[place.clone()]).collect::<Vec<_>>().concat();
+    let is_right = Changed::apply(patch, &mut pieces).is_ok() && crc32c(&pieces) == crc;
+    is_right.then_some(pieces).ok_or(PartsError::NotPatched)
+}
+
 /// Asks one shard, with several requests on their way. Returns when all are answered, or nobody takes the answers.
 fn ask_shard<'a>(
     peer: &mut AdminPeer,
     address: &str,
-    (generation, version): (Generation, Version),
+    (generation, version, base): (Generation, Version, Option<Version>),
     (asks, to): (&'a [Ask], &dyn Fn(Answer<'a>) -> bool),
     deadline: Instant,
 ) -> Result<(), PartsError> {
@@ -199,7 +223,7 @@ fn ask_shard<'a>(
         while under_way.len() < AT_ONCE
             && let Some(ask) = waiting.next()
         {
-            let message = Message::ReadParts { generation, version, parts: ask.parts.clone() };
+            let message = Message::ReadParts { generation, version, base, parts: ask.parts.clone() };
             under_way.push((peer.ask(&message, &[], deadline)?, ask));
         }
         if under_way.is_empty() {
@@ -208,8 +232,10 @@ fn ask_shard<'a>(
         let (number, answer, bytes) = peer.answer(deadline)?;
         let asked = under_way.iter().position(|(of, _)| *of == number).map(|at| under_way.swap_remove(at).1);
         match (answer, asked) {
-            (Message::PartBytes, Some(ask)) if bytes.len() == ask.bytes => {
-                if !to(Ok((ask, bytes))) {
+            (Message::PartBytes { patched }, Some(ask))
+                if patched.map_or(bytes.len() == ask.bytes, |_| base.is_some()) =>
+            {
+                if !to(Ok((ask, patched, bytes))) {
                     return Ok(());
                 }
             }

@@ -1,5 +1,7 @@
 //! What has changed from one version to another over those between them.
 
+use std::ops::Range;
+
 use super::positions::shift_of;
 use super::{Changed, Units, least};
 
@@ -28,17 +30,21 @@ impl Union {
             Changed::Nothing => {}
             Changed::Whole => self.is_whole = true,
             Changed::Some(Units(positions)) => {
-                self.units.resize((self.len >> self.shift).div_ceil(64), 0);
                 let width = 1 << positions.shift();
                 positions.each(|unit| {
                     // A line has several units.
                     let start = unit << positions.shift();
-                    let last = self.len.min(start + width).saturating_sub(1);
-                    for unit in start >> self.shift..=last >> self.shift {
-                        self.units[unit / 64] |= 1 << (unit % 64);
-                    }
+                    self.add_bytes(start..self.len.min(start + width));
                 });
             }
+        }
+    }
+
+    /// Adds the units that some of these bytes are of.
+    pub fn add_bytes(&mut self, bytes: Range<usize>) {
+        self.units.resize((self.len >> self.shift).div_ceil(64), 0);
+        for unit in bytes.start >> self.shift..bytes.end.div_ceil(1 << self.shift) {
+            self.units[unit / 64] |= 1 << (unit % 64);
         }
     }
 

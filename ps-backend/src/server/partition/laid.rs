@@ -5,6 +5,8 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use libmodelio::bytes::changes::Changed;
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
@@ -24,23 +26,33 @@ impl Partition {
         self.brought.lock().part(client, token)
     }
 
-    /// Keeps packed pieces of a part.
+    /// Keeps packed pieces of a part, which `patched` says how to make from those of a version.
     ///
     /// # Errors
     /// If they do not lie here, or not by this block map, or are no pieces, or the part has more bytes than there are.
+    /// [`Refusal::NoVersion`] if they cannot be made.
     pub(in crate::server) fn keep_part(
         &self,
         part: &Part,
         epoch: Epoch,
-        (pieces, packed): (&[Strided], &[u8]),
+        (pieces, patched, payload): (&[Strided], Option<(Version, u32)>, &[u8]),
     ) -> Result<(), Refusal> {
         if self.epoch != epoch {
             return Err(Refusal::Epoch { expected: self.epoch, got: epoch });
         }
+        let made = patched.map(|(base, crc)| {
+            let refused = || Refusal::NoVersion { wanted: base, newest: self.progress().0 };
+            let base = self.store.version(base).ok_or_else(refused)?;
+            let mut made = base.packed(self.model_bytes, pieces)?;
+            let is_right = Changed::apply(payload, &mut made).is_ok() && crc32c(&made) == crc;
+            is_right.then_some(made).ok_or_else(refused)
+        });
+        let made = made.transpose()?;
+        let packed = made.as_deref().unwrap_or(payload);
         let (layout, partition) = (self.layout(), self.store.partition());
         let sizes = Sizes { model: self.model_bytes, block: layout.block_size().into(), part: layout.size() };
         part.keep(sizes, |block| partition.local(block), (pieces, packed))?;
-        self.store.tally().moved(Flow::Push, packed.len());
+        self.store.tally().moved(Flow::Push, payload.len());
         self.store.tally().copied(Flow::Push, packed.len());
         Ok(())
     }
