@@ -8,6 +8,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use crate::bytes::crc32c::crc32c;
+use crate::registry::EtcdError;
 use crate::vocabulary::ids::{ClientId, Epoch, Generation, ShardId};
 use crate::wire::{
     Limits, Message, Payload, Protocol, Received, Receiver, Refusal, Role, WireError, append_frame,
@@ -117,6 +118,9 @@ pub enum AdminError {
     /// The request cannot be sent: nothing has changed.
     #[error("the request cannot be sent: {0}")]
     Request(WireError),
+    /// The registry is in an etcd, which does not do it.
+    #[error(transparent)]
+    Etcd(#[from] EtcdError),
     /// Something on this side.
     #[error("{address}: {source}")]
     Io {

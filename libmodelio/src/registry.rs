@@ -1,9 +1,14 @@
 //! The registry: a small table of shards and models, asked over a network. Holds no bytes of models.
 
+mod etcd;
 mod remote;
+pub mod table;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+pub use etcd::EtcdRegistry;
+pub use gradfs_stores::etcd::{EtcdError, EtcdUrl};
 pub use remote::RemoteRegistry;
 
 use crate::admin::AdminError;
@@ -12,6 +17,18 @@ use crate::wire::{
     Fate, HeldPartition, ModelRecord, RecordError, Refusal, RefusedShard, RegistryAnswer, RegistryRequest,
     ShardRecord,
 };
+
+/// The registry at `host:port`, or in the etcd at `etcd://a:2379,b:2379,c:2379/prefix` (`etcds://` for TLS), whose
+/// credentials are in the environment. Connects at the first call.
+///
+/// # Errors
+/// [`RegistryError::Peer`] for a URL that is none, and credentials that do not go together.
+pub fn open(at: &str) -> Result<Arc<dyn Registry>, RegistryError> {
+    if EtcdUrl::is_meant(at) {
+        return Ok(Arc::new(EtcdRegistry::open(EtcdUrl::parse(at).map_err(AdminError::Etcd)?)?));
+    }
+    Ok(Arc::new(RemoteRegistry::new(at)))
+}
 
 /// The directory of a cluster: shards announce themselves here, and clients find models.
 ///

@@ -5,13 +5,13 @@ use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use libmodelio::bytes::crc32c::crc32c;
+use libmodelio::registry::table::RegistryCore;
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
 use libmodelio::wire::{Limits, Message, ModelRecord, Protocol, Receiver, Refusal, Role, ShardRecord, frame};
-use ps_backend::registry::RegistryCore;
 
 /// Serves `core` on one connection until it ends.
 fn serve(mut stream: TcpStream, mut core: RegistryCore) {

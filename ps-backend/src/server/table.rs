@@ -4,12 +4,11 @@
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
+use libmodelio::registry::table::{Answer, Given, RegistryCore};
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::wire::{Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-
-use crate::registry::{Answer, Given, RegistryCore};
 
 /// The registry in this process.
 pub(super) struct Table {
