@@ -248,7 +248,7 @@ impl Etcd {
                     true => "there was no time to ask it".to_owned(),
                     false => all.collect::<Vec<_>>().join("; "),
                 };
-                let why = format!("{why} (more than half of its members must run and reach each other)");
+                let why = format!("{why} ({})", hint(&why));
                 return Err(EtcdError::Unavailable { members, why });
             }
             // Half of the time is left for the others.
@@ -335,6 +335,20 @@ impl Etcd {
             });
         };
         Failure::Final(format!("{said}: {hint}"))
+    }
+}
+
+/// What to do when members have failed so.
+fn hint(why: &str) -> &'static str {
+    let is_one = |texts: &[&str]| texts.iter().any(|text| why.contains(text));
+    if is_one(&["certificate", "HandshakeFailure"]) {
+        "check GRADFS_ETCD_CA, GRADFS_ETCD_CERT and GRADFS_ETCD_KEY"
+    } else if is_one(&["refused", "no leader", "no answer", "timed out", "unreachable", "no time"]) {
+        "more than half of its members must run and reach each other"
+    } else if is_one(&["lookup"]) {
+        "check the names in the URL"
+    } else {
+        "is that an etcd? Write etcds:// if it wants TLS"
     }
 }
 

@@ -7,8 +7,9 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use gradfs_stores::etcd::EtcdError;
+
 use crate::bytes::crc32c::crc32c;
-use crate::registry::EtcdError;
 use crate::vocabulary::ids::{ClientId, Epoch, Generation, ShardId};
 use crate::wire::{
     Limits, Message, Payload, Protocol, Received, Receiver, Refusal, Role, WireError, append_frame,

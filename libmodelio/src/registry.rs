@@ -261,6 +261,25 @@ pub enum RegistryError {
     Refused(Refusal),
 }
 
+/// What the registry refuses the request with, if it has answered.
+impl TryFrom<RegistryError> for Refusal {
+    type Error = RegistryError;
+
+    fn try_from(error: RegistryError) -> Result<Refusal, RegistryError> {
+        Ok(match error {
+            RegistryError::NoModel(name) => Refusal::NoModel(name),
+            RegistryError::Exists(name) => Refusal::Exists(name),
+            RegistryError::Deleted(name) => Refusal::Deleted(name),
+            RegistryError::Epoch { expected, got } => Refusal::Epoch { expected, got },
+            RegistryError::Generation { model, expected, got } => {
+                Refusal::Generation { model, expected, got }
+            }
+            RegistryError::Refused(refusal) => refusal,
+            error @ (RegistryError::Peer(_) | RegistryError::Record(_)) => return Err(error),
+        })
+    }
+}
+
 impl From<Refusal> for RegistryError {
     fn from(refusal: Refusal) -> RegistryError {
         match refusal {

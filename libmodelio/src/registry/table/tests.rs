@@ -2,6 +2,7 @@
 //! table. The tests of a table that begins anew are in `anew`.
 
 mod anew;
+mod calls;
 mod in_etcd;
 pub(in crate::registry) mod tested;
 

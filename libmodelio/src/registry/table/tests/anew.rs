@@ -306,3 +306,45 @@ fn a_crowd_of_refused_ones_takes_no_memory() {
         assert_eq!(refused(&mut core, later), [(1, "late:1".to_owned(), taken(1, "new:1").to_string())]);
     });
 }
+
+#[test]
+fn a_table_from_a_state_file_gives_way_to_shards() {
+    let mut old = core(&|| Tested::Here(RegistryCore::new()));
+    bound(&mut old, "a:1", 1).unwrap();
+    bound(&mut old, "b:1", 2).unwrap();
+    for name in ["m", "n", "gone"] {
+        let owner = if name == "n" { 2 } else { 1 };
+        put(&mut old, &record_at(name, 7, 3, owner), None).unwrap();
+    }
+    delete(&mut old, "gone", 7).unwrap();
+    let Tested::Here(old) = old else { unreachable!() };
+    let restarted = || {
+        let kept = old.kept(Now::ZERO);
+        Tested::Here(RegistryCore::of(&kept, Now::ZERO, SECOND, true))
+    };
+    // What it knew it knows; whoever is silent is gone with the lease.
+    let mut new = restarted();
+    assert_eq!((living(&mut new, Now::ZERO), living(&mut new, SECOND)), (vec![1, 2], vec![]));
+    assert_eq!(get(&mut new, "m").unwrap(), record_at("m", 7, 3, 1));
+    assert_eq!(unbound(&mut new, "c:1", 1), Ok(ShardId(3)), "the number is another's");
+    assert_eq!(
+        holding(&mut new, &[("m", 7), ("gone", 7)], &[]),
+        [Fate::Known { epoch: Epoch(3) }, Fate::Deleted]
+    );
+    // A model that a shard has confirmed stays, whatever others say.
+    assert_eq!(holding(&mut new, &[("m", 8)], &[]), [Fate::Taken { generation: Generation(7) }]);
+    assert_eq!(restore(&mut new, &record_at("m", 8, 1, 1), &[]), Err(Refusal::Exists("m".to_owned())));
+    // The file is older than a shard that has a number, and than a model.
+    let mut new = restarted();
+    assert_eq!(bound(&mut new, "c:1", 1), Ok(ShardId(1)));
+    assert_eq!(living(&mut new, Now::ZERO), [1, 2]);
+    assert_eq!(bound(&mut new, "a:1", 1), Err(taken(1, "c:1")), "there are two that live");
+    assert_eq!(holding(&mut new, &[("m", 8)], &[]), [Fate::Unknown]);
+    restore(&mut new, &record_at("m", 8, 1, 1), &[(1, "c:1")]).unwrap();
+    assert_eq!(get(&mut new, "m").unwrap(), record_at("m", 8, 1, 1));
+    assert_eq!(holding(&mut new, &[("m", 7)], &[]), [Fate::Taken { generation: Generation(8) }]);
+    // The shard is where the file says, under another number.
+    let mut new = restarted();
+    restore(&mut new, &record_at("o", 9, 1, 9), &[(9, "b:1")]).unwrap();
+    assert_eq!(new.known().iter().map(|shard| shard.shard.0).collect::<Vec<_>>(), [1, 9]);
+}

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::*;
 use crate::registry::etcd::EtcdRegistry;
-use crate::registry::{EtcdUrl, Registry, RegistryError};
+use crate::registry::{EtcdUrl, Registry};
 
 /// A lease in etcd, where the test's own time decides when it is over.
 const LONG_MS: u32 = 3_600_000;
@@ -70,15 +70,7 @@ impl Tested {
                 Ok(Answer { message: RegistryAnswer::Model, payload: Some(bytes.into()) })
             }
             Ok((message, _)) => Ok(Answer { message, payload: None }),
-            Err(RegistryError::NoModel(name)) => Err(Refusal::NoModel(name)),
-            Err(RegistryError::Exists(name)) => Err(Refusal::Exists(name)),
-            Err(RegistryError::Deleted(name)) => Err(Refusal::Deleted(name)),
-            Err(RegistryError::Epoch { expected, got }) => Err(Refusal::Epoch { expected, got }),
-            Err(RegistryError::Generation { model, expected, got }) => {
-                Err(Refusal::Generation { model, expected, got })
-            }
-            Err(RegistryError::Refused(refusal)) => Err(refusal),
-            Err(error) => panic!("{error}"),
+            Err(error) => Err(Refusal::try_from(error).unwrap()),
         }
     }
 
