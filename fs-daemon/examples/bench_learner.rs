@@ -30,7 +30,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::Region;
 use libmodelio::client::CommitNotice;
 use libmodelio::client::{self, ClientOptions, Opening, TransportChoice, wait_for};
-use libmodelio::registry::{Registry, RemoteRegistry};
+use libmodelio::registry;
 use libmodelio::transport::rdma::{Notice, Placement, Polling, RdmaOptions};
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::block_slot::BlockSlot;
@@ -164,7 +164,7 @@ impl Options {
 
 impl Job {
     fn join(options: &Options) -> Outcome<Job> {
-        let registry = std::sync::Arc::new(RemoteRegistry::new(options.registry.clone()));
+        let registry = registry::open(&options.registry)?;
         let deadline = Instant::now() + DEADLINE;
         let record = registry.model(&options.model, deadline)?;
         let shards = registry.shards(deadline)?;

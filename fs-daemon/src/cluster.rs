@@ -1,5 +1,6 @@
 //! The commands of a cluster: a registry, shards, models on them, and mounts of those.
 
+pub mod copy;
 pub mod drain;
 mod jobs;
 pub mod mount;
@@ -8,14 +9,15 @@ pub mod shard;
 pub mod status;
 pub mod upload;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::registry::{RegistryError, RemoteRegistry};
+use libmodelio::registry::{self, Registry, RegistryError};
 use libmodelio::wire::Message;
 use serde_json::{Map, Value};
 
-use crate::config::endpoint::Endpoint;
+use crate::config::registry::RegistryAt;
 use crate::error::Error;
 use crate::memory;
 
@@ -26,12 +28,12 @@ fn deadline() -> Instant {
     Instant::now() + REGISTRY_TIMEOUT
 }
 
-fn registry(at: &Endpoint) -> RemoteRegistry {
-    RemoteRegistry::new(at.to_string())
+fn registry(at: &RegistryAt) -> Result<Arc<dyn Registry>, Error> {
+    registry::open(&at.to_string()).map_err(|error| registry_error(at, error))
 }
 
 /// Turns the registry's refusal into an error for the user of the command.
-fn registry_error(at: &Endpoint, error: RegistryError) -> Error {
+fn registry_error(at: &RegistryAt, error: RegistryError) -> Error {
     let error_text = match &error {
         RegistryError::Peer(_) => format!("the registry at {at} cannot be asked"),
         _ => format!("the registry at {at} refuses"),
@@ -45,7 +47,7 @@ fn registry_error(at: &Endpoint, error: RegistryError) -> Error {
 const YOUNG: Duration = Duration::from_secs(15);
 
 /// Something is not in the registry. The error says so if the registry may not know everything yet.
-fn explain_new_registry(at: &Endpoint, error: Error) -> Error {
+fn explain_new_registry(at: &RegistryAt, error: Error) -> Error {
     match age(at) {
         Some(age) if age < YOUNG => {
             let before = error.hint.as_ref().map(|hint| format!("{hint}; ")).unwrap_or_default();
@@ -60,8 +62,8 @@ fn explain_new_registry(at: &Endpoint, error: Error) -> Error {
 }
 
 /// For how long there has been a registry, if it says so.
-fn age(at: &Endpoint) -> Option<Duration> {
-    let status = ask(&at.to_string()).ok()?;
+fn age(at: &RegistryAt) -> Option<Duration> {
+    let status = ask(&at.process()?.to_string()).ok()?;
     Duration::try_from_secs_f64(status["registry_seconds"].as_f64()?).ok()
 }
 

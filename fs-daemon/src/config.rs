@@ -9,6 +9,7 @@ mod job;
 mod layer;
 mod mounting;
 pub mod rdma;
+pub mod registry;
 mod values;
 
 use std::ffi::OsString;

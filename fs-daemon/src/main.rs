@@ -47,8 +47,8 @@ use cli::cluster::ClusterCommand;
 use cli::rdma::RdmaCommand;
 use cli::{Cli, Command};
 use config::cluster::{
-    CLUSTER, CreateConfig, DeleteConfig, DrainArgs, DrainConfig, MountConfig, RegistryConfig, SaveConfig,
-    ShardConfig, StatusConfig,
+    CLUSTER, CreateConfig, DeleteConfig, DrainArgs, DrainConfig, MountConfig, RegistryAction, RegistryArgs,
+    RegistryConfig, SaveConfig, ShardConfig, StatusConfig,
 };
 use config::{Layer, UpConfig};
 use error::Error;
@@ -111,6 +111,9 @@ fn run_cluster(
     ready: impl FnOnce(&str, &OsStr) -> Result<Ready, Error>,
 ) -> Result<ExitCode, Error> {
     let done = match command {
+        ClusterCommand::Registry(RegistryArgs {
+            action: Some(RegistryAction::Copy { from, to }), ..
+        }) => cluster::copy::run(&from, &to),
         ClusterCommand::Registry(_) => {
             let config = RegistryConfig::merge(layers)?;
             let ready = ready("registry", config.listen.to_string().as_ref())?;

@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
+use libmodelio::registry::table::RegistryCore;
 use libmodelio::wire::{ModelRecord, RegistryAnswer, RegistryRequest};
-use ps_backend::registry::RegistryCore;
 
 // Pieces of a conversation: a request as postcard has it, its payload, milliseconds since the one before.
 fuzz_target!(|conversation: Vec<(&[u8], &[u8], u16)>| {

@@ -7,6 +7,8 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use gradfs_stores::etcd::EtcdError;
+
 use crate::bytes::crc32c::crc32c;
 use crate::vocabulary::ids::{ClientId, Epoch, Generation, ShardId};
 use crate::wire::{
@@ -117,6 +119,9 @@ pub enum AdminError {
     /// The request cannot be sent: nothing has changed.
     #[error("the request cannot be sent: {0}")]
     Request(WireError),
+    /// The registry is in an etcd, which does not do it.
+    #[error(transparent)]
+    Etcd(#[from] EtcdError),
     /// Something on this side.
     #[error("{address}: {source}")]
     Io {

@@ -95,7 +95,7 @@ pub use contributor::{ContributeError, Contributor, Share, Traffic, Wrote};
 pub use mapped::MappedMemory;
 pub use publisher::Publisher;
 pub use reader::Reader;
-pub use registry::{Registry, RegistryError, RemoteRegistry};
+pub use registry::{EtcdUrl, Registry, RegistryError, RemoteRegistry};
 pub use tracker::WriteRefused;
 pub use transport::reactor::Choice as IoChoice;
 pub use vocabulary::controls::{ControlError, Controls, PullPolicy};
@@ -108,13 +108,14 @@ pub use vocabulary::shard_error::ShardError;
 pub use vocabulary::weight::Weight;
 pub use wire::{Checksum, ModelRecord, ShardRecord};
 
-/// Connects to the model `name`, whose place the registry at `registry` (`host:port`) knows. The job follows the model
+/// Connects to the model `name`, whose place the registry at `registry` (`host:port`, or `etcd://a:2379,b:2379,c:2379`)
+/// knows. The job follows the model
 /// when it moves to other shards. Returns when a first version is here.
 ///
 /// # Errors
 /// [`ConnectError`], after `options.patience` for each of the registry and the shards at the latest.
 pub fn connect(registry: &str, name: &str, options: ClientOptions) -> Result<Arc<Job>, ConnectError> {
-    let registry = Arc::new(RemoteRegistry::new(registry));
+    let registry = registry::open(registry)?;
     let deadline = Instant::now() + options.patience;
     let record = registry.model(name, deadline)?;
     let shards = registry.shards(deadline)?;

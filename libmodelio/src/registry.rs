@@ -1,9 +1,14 @@
 //! The registry: a small table of shards and models, asked over a network. Holds no bytes of models.
 
+mod etcd;
 mod remote;
+pub mod table;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+pub use etcd::EtcdRegistry;
+pub use gradfs_stores::etcd::{EtcdError, EtcdUrl};
 pub use remote::RemoteRegistry;
 
 use crate::admin::AdminError;
@@ -12,6 +17,18 @@ use crate::wire::{
     Fate, HeldPartition, ModelRecord, RecordError, Refusal, RefusedShard, RegistryAnswer, RegistryRequest,
     ShardRecord,
 };
+
+/// The registry at `host:port`, or in the etcd at `etcd://a:2379,b:2379,c:2379/prefix` (`etcds://` for TLS), whose
+/// credentials are in the environment. Connects at the first call.
+///
+/// # Errors
+/// [`RegistryError::Peer`] for a URL that is none, and credentials that do not go together.
+pub fn open(at: &str) -> Result<Arc<dyn Registry>, RegistryError> {
+    if EtcdUrl::is_meant(at) {
+        return Ok(Arc::new(EtcdRegistry::open(EtcdUrl::parse(at).map_err(AdminError::Etcd)?)?));
+    }
+    Ok(Arc::new(RemoteRegistry::new(at)))
+}
 
 /// The directory of a cluster: shards announce themselves here, and clients find models.
 ///
@@ -242,6 +259,25 @@ pub enum RegistryError {
     /// Any other reason of the registry's.
     #[error("the registry refuses: {0}")]
     Refused(Refusal),
+}
+
+/// What the registry refuses the request with, if it has answered.
+impl TryFrom<RegistryError> for Refusal {
+    type Error = RegistryError;
+
+    fn try_from(error: RegistryError) -> Result<Refusal, RegistryError> {
+        Ok(match error {
+            RegistryError::NoModel(name) => Refusal::NoModel(name),
+            RegistryError::Exists(name) => Refusal::Exists(name),
+            RegistryError::Deleted(name) => Refusal::Deleted(name),
+            RegistryError::Epoch { expected, got } => Refusal::Epoch { expected, got },
+            RegistryError::Generation { model, expected, got } => {
+                Refusal::Generation { model, expected, got }
+            }
+            RegistryError::Refused(refusal) => refusal,
+            error @ (RegistryError::Peer(_) | RegistryError::Record(_)) => return Err(error),
+        })
+    }
 }
 
 impl From<Refusal> for RegistryError {

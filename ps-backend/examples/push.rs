@@ -41,6 +41,7 @@ impl Bench {
             listen: "127.0.0.1:0".parse().expect("an address"),
             advertise: None,
             registry: None,
+            registry_state: None,
             holds_blocks: true,
             checksum: Checksum::On,
             threads: 2,

@@ -10,7 +10,6 @@ pub mod memory;
 pub mod moving;
 pub mod partition;
 pub mod reducers;
-pub mod registry;
 pub mod relays;
 pub mod server;
 pub mod snapshot;

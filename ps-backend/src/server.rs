@@ -59,6 +59,7 @@ mod redirect;
 mod shared;
 mod shm_clients;
 mod standing;
+mod state_file;
 mod status_text;
 mod table;
 mod unsent;
@@ -110,6 +111,7 @@ impl Server {
         let listener = bind(listen).map_err(|error| ServerError::Listen { address: listen, error })?;
         let address =
             listener.local_addr().map_err(|error| ServerError::Listen { address: listen, error })?;
+        let directory = Directory::of(&options)?;
         let shared = Arc::new_cyclic(|this| Shared {
             identity: Identity::new(options.advertise.clone().unwrap_or_else(|| address.to_string())),
             net: reactor.handle(),
@@ -122,7 +124,7 @@ impl Server {
             captures: Default::default(),
             gone: Default::default(),
             standing: Mutex::default(),
-            directory: Directory::at(options.registry.clone()),
+            directory,
             ending: Ending::default(),
             this: this.clone(),
             options,

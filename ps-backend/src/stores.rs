@@ -139,7 +139,7 @@ pub fn open(url: &str) -> Result<Arc<dyn Objects>, StoreError> {
         }
         Some(path) => Ok(Arc::new(Directory::new(&absolute(&path)))),
         None if url.starts_with("memory://") => {
-            Ok(Arc::new(Bucket::new(url.to_owned(), Arc::new(InMemory::new()), Default::default())?))
+            Ok(Arc::new(Bucket::new(url.to_owned(), Arc::new(InMemory::new()), Default::default())))
         }
         None => Ok(Arc::new(Bucket::open(url)?)),
     }

@@ -24,12 +24,13 @@ _LAST_VERSION = 2**64 - 1
 def open(path: str | os.PathLike[str]) -> Model:
     """Opens a model by the path of its directory, or of a mount that has one model alone.
 
-    `gradfs://HOST:PORT/MODEL` opens one without a mount, by its registry's place.
+    `gradfs://HOST:PORT/MODEL` opens one without a mount, by its registry's place; `etcd://A:2379,B:2379,C:2379/MODEL` one
+    of a registry in an etcd.
 
     Raises NotMounted if there is none.
     """
     given = os.fspath(path)
-    if given.startswith("gradfs://"):
+    if given.startswith(("gradfs://", "etcd://", "etcds://")):
         from .network import Network
 
         given = given.rstrip("/")

@@ -8,7 +8,7 @@ mod coordinators;
 
 use std::time::{Duration, Instant};
 
-use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
+use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::wire::{Fate, HeldPartition, ModelRecord, ShardRecord};
 
 use super::{ask, deadline, explain_new_registry, registry, registry_error};
@@ -30,22 +30,22 @@ const SETTLES: Duration = Duration::from_secs(5);
 pub fn run(config: &DrainConfig) -> Result<(), Error> {
     // Before there are threads.
     let interrupt = Interrupt::install()?;
-    let table = registry(&config.registry);
+    let table = &*registry(&config.registry)?;
     let failed = |error| registry_error(&config.registry, error);
     let shards = table.shards(deadline()).map_err(failed)?;
     let shard =
         find(&shards, &config.shard).map_err(|error| explain_new_registry(&config.registry, error))?;
     if config.cancel {
-        return cancel(config, &table, shard);
+        return cancel(config, table, shard);
     }
     table.drain(shard.shard, deadline()).map_err(failed)?;
     let mut moved = Vec::new();
-    let drain = Drain { config, table: &table, shard, interrupt };
+    let drain = Drain { config, table, shard, interrupt };
     loop {
         if let Err(Failure { error, undo }) = drain.all(&mut moved) {
-            return Err(give_up(&table, shard, &moved, error, undo));
+            return Err(give_up(table, shard, &moved, error, undo));
         }
-        if keeps_nothing(config, &table, shard)? {
+        if keeps_nothing(config, table, shard)? {
             break;
         }
     }
@@ -82,7 +82,7 @@ fn named(models: &[String]) -> String {
 
 /// The error that the command ends with. A drain that has moved nothing leaves nothing behind, not even the mark,
 /// unless that was there before.
-fn give_up(table: &RemoteRegistry, shard: &ShardRecord, moved: &[String], error: Error, undo: bool) -> Error {
+fn give_up(table: &dyn Registry, shard: &ShardRecord, moved: &[String], error: Error, undo: bool) -> Error {
     let back = format!("gradfs drain --cancel {} takes that back", shard.shard);
     if !moved.is_empty() {
         return error.hint(format!(
@@ -106,7 +106,7 @@ fn give_up(table: &RemoteRegistry, shard: &ShardRecord, moved: &[String], error:
 
 struct Drain<'a> {
     config: &'a DrainConfig,
-    table: &'a RemoteRegistry,
+    table: &'a dyn Registry,
     /// The shard's record before the drain.
     shard: &'a ShardRecord,
     interrupt: Interrupt,
@@ -192,7 +192,7 @@ impl Drain<'_> {
 }
 
 /// Takes the mark back, and stops what moves.
-fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> Result<(), Error> {
+fn cancel(config: &DrainConfig, table: &dyn Registry, shard: &ShardRecord) -> Result<(), Error> {
     let failed = |error| registry_error(&config.registry, error);
     // From now on no coordinator begins to move anything off the shard.
     table.undrain(shard.shard, deadline()).map_err(failed)?;
@@ -224,7 +224,7 @@ fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> 
 
 /// The shard has the last word: a registry that was restarted does not know all models. False if the
 /// registry has learned of a model meanwhile.
-fn keeps_nothing(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> Result<bool, Error> {
+fn keeps_nothing(config: &DrainConfig, table: &dyn Registry, shard: &ShardRecord) -> Result<bool, Error> {
     let until = Instant::now() + SETTLES;
     loop {
         let status = ask(&shard.address);
@@ -275,7 +275,7 @@ fn find<'a>(shards: &'a [ShardRecord], wanted: &ShardName) -> Result<&'a ShardRe
 }
 
 /// Models that have blocks on a shard.
-fn models_on(table: &impl Registry, shard: &ShardRecord) -> Result<Vec<ModelRecord>, RegistryError> {
+fn models_on(table: &dyn Registry, shard: &ShardRecord) -> Result<Vec<ModelRecord>, RegistryError> {
     let mut found = Vec::new();
     for name in table.models(deadline())? {
         match table.model(&name, deadline()) {

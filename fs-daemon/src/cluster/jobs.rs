@@ -9,14 +9,14 @@ use libmodelio::wire::ModelRecord;
 use serde_json::{Value, json};
 
 use super::{ask, ask_all, deadline, list, string};
-use crate::config::endpoint::Endpoint;
+use crate::config::registry::RegistryAt;
 
 /// A shard that has not been reached for this many seconds is waited for.
 const AWAY: f64 = 2.0;
 
 /// The jobs that `shards` coordinate, and those of `models` that no shard coordinates: `name`, `state`, the
 /// shards and the learners that they wait for, and for how many seconds.
-pub fn states(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[String]) -> Vec<Value> {
+pub fn states(registry: &dyn Registry, at: &RegistryAt, shards: &[Value], models: &[String]) -> Vec<Value> {
     let mut jobs: Vec<Value> = shards.iter().flat_map(|shard| coordinated(shards, shard)).collect();
     let until = deadline();
     let is_known = |name: &&String| jobs.iter().any(|job| job["name"] == json!(name));
@@ -27,7 +27,7 @@ pub fn states(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: 
     if lost.is_empty() {
         return jobs;
     }
-    let status = ask(&at.to_string()).unwrap_or_default();
+    let status = at.process().and_then(|at| ask(&at.to_string()).ok()).unwrap_or_default();
     let announced = list(&status["registry_announcements"]);
     let announced =
         |record: &ModelRecord| announced.iter().find(|one| one["shard"] == json!(record.coordinator.0));

@@ -38,7 +38,7 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
         memory::raise_lock_limit();
     }
     serve::serve(&config.mounting, ready, || {
-        let registry: Arc<dyn Registry> = Arc::new(registry(&config.registry));
+        let registry = registry(&config.registry)?;
         let failed = |error| registry_error(&config.registry, error);
         let names = match &config.models[..] {
             [] => registry.models(deadline()).map_err(failed)?,

@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::AdminError;
-use libmodelio::registry::Registry as _;
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use ps_backend::core::JobRecord;
 use ps_backend::snapshot::{Fetched, Head, Shards, SnapshotError, Source, Stream, StreamHead, Writer};
@@ -11,7 +10,7 @@ use serde::Deserialize;
 
 use super::{deadline, explain_new_registry, registry, registry_error, request};
 use crate::config::cluster::{SaveConfig, SavedModel};
-use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
+use crate::config::registry::RegistryAt;
 use crate::error::{DAEMON_ENDED, Error};
 use crate::progress;
 use crate::signals::Interrupt;
@@ -42,8 +41,7 @@ pub fn run(config: &SaveConfig) -> Result<(), Error> {
     match (head, stream) {
         (StreamHead::Here(head), Some(mut stream)) => write(config, *head, &mut stream, &interrupt),
         (StreamHead::Elsewhere { registry, model }, _) => {
-            let registry =
-                Endpoint::parse(&registry, DEFAULT_PORT).map_err(|error| error.of("the mount's registry"))?;
+            let registry = RegistryAt::parse(&registry).map_err(|error| error.of("the mount's registry"))?;
             save_from_shards(config, &model, &registry, &interrupt)
         }
         (StreamHead::Here(_), None) => Err(Error::new("the snapshot ends before it begins")),
@@ -104,7 +102,7 @@ fn unique(record: &ModelRecord) -> Vec<(libmodelio::vocabulary::ids::ShardId, u3
 fn save_from_shards(
     config: &SaveConfig,
     name: &str,
-    at: &Endpoint,
+    at: &RegistryAt,
     interrupt: &Interrupt,
 ) -> Result<(), Error> {
     let (copies, captured) = capture(name, at)?;
@@ -130,8 +128,8 @@ fn save_from_shards(
 }
 
 /// Has the shards of a model copy one version of it.
-fn capture(name: &str, at: &Endpoint) -> Result<(Copies, Captured), Error> {
-    let registry = registry(at);
+fn capture(name: &str, at: &RegistryAt) -> Result<(Copies, Captured), Error> {
+    let registry = registry(at)?;
     let mut tries = 0;
     loop {
         tries += 1;

@@ -13,6 +13,7 @@ use super::list;
 use crate::background::Ready;
 use crate::config::cluster::{RegistryConfig, ShardConfig};
 use crate::config::endpoint::Endpoint;
+use crate::config::registry::RegistryAt;
 use crate::device;
 use crate::error::Error;
 use crate::memory;
@@ -42,7 +43,8 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
     let options = ServerOptions {
         listen: listen_address(&config.listen, config.insecure)?,
         advertise: Some(advertise.to_string()).filter(|_| advertise.port != 0),
-        registry: config.registry.as_ref().map(Endpoint::to_string),
+        registry: config.registry.as_ref().map(RegistryAt::to_string),
+        registry_state: config.registry_state,
         holds_blocks: true,
         threads: config.threads,
         state: config.state,
@@ -71,7 +73,8 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
     let options = ServerOptions {
         listen: listen_address(&config.listen, config.insecure)?,
         advertise: None,
-        registry: None,
+        registry: config.registry.as_ref().map(RegistryAt::to_string),
+        registry_state: config.state,
         holds_blocks: false,
         threads: 1,
         state: StateCopies::default(),
@@ -84,7 +87,13 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
         device_memory: None,
     };
     serve(options, None, ready, |server| {
-        format!("the registry listens on {}; {}", server.address(), server.backend())
+        let passes_on = config.registry.as_ref().map(|at| format!(", and passes all on to {at}"));
+        format!(
+            "the registry listens on {}{}; {}",
+            server.address(),
+            passes_on.unwrap_or_default(),
+            server.backend()
+        )
     })
 }
 

@@ -8,7 +8,6 @@ mod relays;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
-use libmodelio::registry::Registry;
 use libmodelio::wire::{RefusedShard, ShardRecord};
 use serde_json::{Value, json};
 
@@ -40,7 +39,7 @@ pub fn run(config: &StatusConfig) -> Result<ExitCode, Error> {
 
 /// The text to print, and whether a job is in trouble.
 fn of_cluster(config: &StatusConfig, only: Option<&str>) -> Result<(String, bool), Error> {
-    let registry = registry(&config.registry);
+    let registry = registry(&config.registry)?;
     let failed = |error| registry_error(&config.registry, error);
     // Without this, a name that is misspelt would look like an idle model.
     only.map(|name| registry.model(name, deadline())).transpose().map_err(failed)?;
@@ -60,7 +59,7 @@ fn of_cluster(config: &StatusConfig, only: Option<&str>) -> Result<(String, bool
         Some(name) => shards.into_iter().filter_map(|shard| only_of(shard, name)).collect(),
         None => shards,
     });
-    let jobs = jobs::states(&registry, &config.registry, &[&shards[..], &refused].concat(), &models);
+    let jobs = jobs::states(&*registry, &config.registry, &[&shards[..], &refused].concat(), &models);
     let in_trouble = jobs.iter().any(jobs::is_in_trouble);
     let status = json!({
         "registry": config.registry.to_string(),

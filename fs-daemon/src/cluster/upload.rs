@@ -31,7 +31,7 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
         |why| Error::new(format!("creating {name} was interrupted by {why}: nothing is left of it"));
     let snapshot =
         source.verified_snapshot(&go_on).map_err(|error| interrupt.why().map_or(error, interrupted))?;
-    let registry = registry(&config.registry);
+    let registry = registry(&config.registry)?;
     let new = NewModel {
         name,
         layout: &source.layout,
@@ -42,7 +42,7 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     };
     let progress = progress::bar(progress::BYTES, source.layout.size(), format!("sending {name}"));
     let record = create::create(
-        &registry,
+        &*registry,
         &new,
         &|piece, bytes| {
             go_on()?;
@@ -80,7 +80,7 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
 /// When there is none, or the registry does not answer. Shards that do not are named, and hear of it later.
 pub fn delete(config: &DeleteConfig) -> Result<(), Error> {
     let name = &config.name;
-    let unconfirmed = create::delete(&registry(&config.registry), name).map_err(|error| {
+    let unconfirmed = create::delete(&*registry(&config.registry)?, name).map_err(|error| {
         let is_unknown = matches!(error, CreateError::Registry(RegistryError::NoModel(_)));
         let error = Error::new(format!("cannot delete {name}")).caused_by(error);
         if is_unknown { explain_new_registry(&config.registry, error) } else { error }

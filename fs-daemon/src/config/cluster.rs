@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use clap::{ArgAction, Args, ValueHint};
+use clap::{ArgAction, Args, Subcommand, ValueHint};
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
@@ -23,6 +23,7 @@ use strum::VariantNames;
 use super::endpoint::{DEFAULT_PORT, Endpoint, METRICS_PORT, RELAY_PORT};
 use super::layer::{merged, options_of, strongest};
 use super::rdma::{RdmaArgs, RdmaListenArgs};
+use super::registry::RegistryAt;
 use super::values::{number, size, switch, whole, word};
 use super::{
     BackgroundArgs, BlankArgs, FromArgs, Layer, MAX_MODELS, ModelSource, Mounting, Settings, StateArgs,
@@ -58,9 +59,10 @@ pub static CLUSTER: LazyLock<Vocabulary> = LazyLock::new(|| {
 /// Options of all commands.
 #[derive(Args, Debug)]
 pub struct CommonArgs {
-    /// Where the registry is; the port, 7070, can be left out (or GRADFS_REGISTRY)
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = Endpoint::to_connect_to)]
-    registry: Option<Endpoint>,
+    /// Where the registry is; the port, 7070, can be left out. Or etcd://a:2379,b:2379,c:2379[/PREFIX], where it is in an
+    /// etcd; etcds:// for TLS (or GRADFS_REGISTRY)
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = RegistryAt::parse)]
+    registry: Option<RegistryAt>,
     /// TOML file with the same options as keys, those of other commands too
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     config: Option<PathBuf>,
@@ -76,6 +78,15 @@ struct ListenArgs {
     /// is no authentication
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false", hide_default_value = true, action = ArgAction::Set, value_parser = switch)]
     insecure: bool,
+}
+
+/// What a registry keeps.
+#[derive(Args, Debug)]
+struct RegistryStateArgs {
+    /// Keep the registry's table in this file, so that it knows shards and models at once when it is restarted; counts
+    /// where this process is the registry [default: none]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    registry_state: Option<PathBuf>,
 }
 
 /// How blocks go through sockets.
@@ -97,9 +108,28 @@ pub struct RegistryArgs {
     pub background: BackgroundArgs,
     #[command(flatten)]
     listen: ListenArgs,
-    /// TOML file with the same options as keys, those of other commands too
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    config: Option<PathBuf>,
+    #[command(flatten)]
+    kept: RegistryStateArgs,
+    #[command(flatten)]
+    common: CommonArgs,
+    /// Copy models and what is known of their shards from one registry into another, and end
+    #[command(subcommand)]
+    pub action: Option<RegistryAction>,
+}
+
+/// What to do with registries.
+#[derive(Debug, Subcommand)]
+pub enum RegistryAction {
+    /// Copy all models of one registry into another one
+    #[command(after_help = include_str!("../cli/help/registry_copy.txt").trim_end())]
+    Copy {
+        /// The registry that has them: ADDR, or etcd://...
+        #[arg(value_parser = RegistryAt::parse)]
+        from: RegistryAt,
+        /// The registry that takes them
+        #[arg(value_parser = RegistryAt::parse)]
+        to: RegistryAt,
+    },
 }
 
 /// The arguments of `gradfs shard`.
@@ -122,6 +152,8 @@ pub struct ShardArgs {
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = |text: &str| Endpoint::parse(text, METRICS_PORT))]
     metrics: Option<Endpoint>,
+    #[command(flatten)]
+    kept: RegistryStateArgs,
     #[command(flatten)]
     common: CommonArgs,
     #[command(flatten)]
@@ -265,6 +297,10 @@ pub struct RegistryConfig {
     pub listen: Endpoint,
     /// That address may be open to other hosts.
     pub insecure: bool,
+    /// The etcd that has the table; `None`: it is here.
+    pub registry: Option<RegistryAt>,
+    /// Where the table is kept for a restart.
+    pub state: Option<PathBuf>,
 }
 
 /// Everything `gradfs shard` needs to know.
@@ -278,7 +314,9 @@ pub struct ShardConfig {
     pub advertise: Endpoint,
     /// The registry; `None`: it serves that itself, where it listens. It does so, too, if names that differ here turn out
     /// to be its own ([`Self::is_the_registry`]).
-    pub registry: Option<Endpoint>,
+    pub registry: Option<RegistryAt>,
+    /// Where its table is kept for a restart, if it serves that itself.
+    pub registry_state: Option<PathBuf>,
     /// The address where metrics are served, if they are.
     pub metrics: Option<Endpoint>,
     /// Threads that add contributions up, at least one.
@@ -307,7 +345,7 @@ pub struct CreateConfig {
     /// The source of its first weights.
     pub source: ModelSource,
     /// The registry; this host's registry if none is given.
-    pub registry: Endpoint,
+    pub registry: RegistryAt,
     /// Shards to stripe it over; `None`: all that there are.
     pub shards: Option<u16>,
     /// Bytes of a block: a power of two, 64 KiB to 4 MiB.
@@ -326,7 +364,7 @@ pub struct MountConfig {
     /// How much of them.
     pub shows: Shows,
     /// The registry.
-    pub registry: Endpoint,
+    pub registry: RegistryAt,
     /// The way that bytes go.
     pub transport: TransportChoice,
     /// Whether blocks are sent with a checksum.
@@ -371,7 +409,7 @@ pub struct StatusConfig {
     /// What is asked for.
     pub of: StatusOf,
     /// The registry; this host's registry if none is given.
-    pub registry: Endpoint,
+    pub registry: RegistryAt,
     /// Whether the output is JSON, for programs.
     pub json: bool,
 }
@@ -393,7 +431,7 @@ pub struct DeleteConfig {
     /// The model.
     pub name: String,
     /// The registry.
-    pub registry: Endpoint,
+    pub registry: RegistryAt,
 }
 
 /// Everything `gradfs save` needs to know.
@@ -415,7 +453,7 @@ pub enum SavedModel {
     /// The model's directory in a mount.
     Mounted(PathBuf),
     /// A name in a registry; in this host's registry if none is given.
-    Named(String, Endpoint),
+    Named(String, RegistryAt),
 }
 
 /// Everything `gradfs drain` needs to know.
@@ -424,7 +462,7 @@ pub struct DrainConfig {
     /// The shard.
     pub shard: ShardName,
     /// The registry.
-    pub registry: Endpoint,
+    pub registry: RegistryAt,
     /// When to give up.
     pub timeout: Duration,
     /// How long a job may stand still for it, if that is not left to the model's settings.
@@ -461,7 +499,15 @@ impl RegistryConfig {
     /// Merges `layers`, the strongest first.
     pub fn merge(layers: &[Layer]) -> Result<RegistryConfig, Error> {
         let ListenArgs { listen, insecure } = merged(layers)?;
-        Ok(RegistryConfig { listen: needed(listen, "address to listen on", LISTEN_USAGE)?, insecure })
+        let RegistryStateArgs { registry_state: state } = merged(layers)?;
+        // A file for all hosts names this process itself.
+        let registry = registry(layers)?.filter(|registry| registry.process().is_none());
+        if let (Some(at), Some(_)) = (&registry, &state) {
+            let message = format!("the table is in {at}, which keeps it itself");
+            return Err(Error::usage(message).hint("leave registry_state or registry out"));
+        }
+        let listen = needed(listen, "address to listen on", LISTEN_USAGE)?;
+        Ok(RegistryConfig { listen, insecure, registry, state })
     }
 }
 
@@ -485,10 +531,13 @@ impl ShardConfig {
             None => listen.clone(),
         };
         // A registry's own configuration may name itself: one file with `registry` serves all hosts.
-        let is_other = |registry: &Endpoint| *registry != advertise && *registry != listen;
+        let is_other = |registry: &RegistryAt| {
+            registry.process().is_none_or(|registry| *registry != advertise && *registry != listen)
+        };
         let (device, state) = args.state.checked()?;
         Ok(ShardConfig {
             registry: args.common.registry.filter(is_other),
+            registry_state: args.kept.registry_state,
             insecure: args.listen.insecure,
             metrics: args.metrics,
             threads: args.threads,
@@ -506,7 +555,8 @@ impl ShardConfig {
 
     /// Whether `registry` is this shard itself under another name: the address that it advertises, or an
     /// address of this host on the port that the shard listens on for all of them.
-    pub fn is_the_registry(&self, registry: &Endpoint) -> bool {
+    pub fn is_the_registry(&self, registry: &RegistryAt) -> bool {
+        let Some(registry) = registry.process() else { return false };
         let at = |endpoint: &Endpoint| -> Vec<SocketAddr> {
             endpoint.to_string().to_socket_addrs().map(Iterator::collect).unwrap_or_default()
         };
@@ -533,7 +583,7 @@ impl CreateConfig {
         Ok(CreateConfig {
             name,
             source,
-            registry: or_here(common.registry),
+            registry: common.registry.unwrap_or_default(),
             shards,
             block_size: blank.block_size,
             controls,
@@ -625,7 +675,7 @@ impl StatusConfig {
             Some(path) if !is_name(path) || mountpoint::of(path).is_ok() => StatusOf::Mount(path.to_owned()),
             Some(name) => StatusOf::Model(model_name("PATH|NAME", utf8("PATH|NAME", name)?)?),
         };
-        Ok(StatusConfig { of, registry: or_here(registry(layers)?), json })
+        Ok(StatusConfig { of, registry: registry(layers)?.unwrap_or_default(), json })
     }
 }
 
@@ -642,7 +692,7 @@ impl SaveConfig {
     pub fn merge(args: &SaveArgs, layers: &[Layer]) -> Result<SaveConfig, Error> {
         let model = if is_name(&args.model) && !args.model.join("snapshot").exists() {
             let name = model_name("MOUNT/NAME", utf8("MOUNT/NAME", &args.model)?)?;
-            SavedModel::Named(name, or_here(registry(layers)?))
+            SavedModel::Named(name, registry(layers)?.unwrap_or_default())
         } else {
             SavedModel::Mounted(args.model.clone())
         };
@@ -689,17 +739,12 @@ fn piece_size(text: &str) -> Result<u64, Error> {
     }
 }
 
-fn registry(layers: &[Layer]) -> Result<Option<Endpoint>, Error> {
+fn registry(layers: &[Layer]) -> Result<Option<RegistryAt>, Error> {
     Ok(merged::<CommonArgs>(layers)?.registry)
 }
 
-fn needed(endpoint: Option<Endpoint>, what: &str, usage: &str) -> Result<Endpoint, Error> {
-    endpoint.ok_or_else(|| Error::usage(format!("no {what} is given")).hint(usage))
-}
-
-/// The registry; this host's registry if none is given.
-fn or_here(registry: Option<Endpoint>) -> Endpoint {
-    registry.unwrap_or_else(|| Endpoint { host: "localhost".into(), port: DEFAULT_PORT })
+fn needed<T>(place: Option<T>, what: &str, usage: &str) -> Result<T, Error> {
+    place.ok_or_else(|| Error::usage(format!("no {what} is given")).hint(usage))
 }
 
 fn utf8<'a>(origin: &str, path: &'a Path) -> Result<&'a str, Error> {

@@ -224,6 +224,7 @@ impl Vocabulary {
             else {
                 // Others may use the prefix, so this is no error; but a slip of the pen should show.
                 if !matches!(name, "CONFIG" | "LOG" | "LOG_FILE" | "LOG_FORMAT" | "LEARNER")
+                    && !name.starts_with("ETCD_")
                     && let Some(meant) = self.nearest(name, 2)
                 {
                     let meant = meant.to_uppercase();

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use libmodelio::explained::detail;
 use libmodelio::{
-    ClientOptions, ContributeError, Contributor, Event, Job, Reader, ShardError, TransportChoice, Version,
-    connect, wait_for,
+    ClientOptions, ContributeError, Contributor, EtcdUrl, Event, Job, Reader, ShardError, TransportChoice,
+    Version, connect, wait_for,
 };
 use nix::errno::Errno;
 use parking_lot::{Condvar, Mutex};
@@ -80,7 +80,8 @@ pub struct ModelioVersion {
 }
 
 /// Connects to a model without a mount. `url` is "gradfs://HOST[:PORT]/MODEL", the place of the registry and the model's
-/// name; the port is 7070 if none is given. Returns when a first version is here.
+/// name; the port is 7070 if none is given. Or "etcd://A:2379,B:2379[/PREFIX]/MODEL", if the registry is in an etcd. Returns
+/// when a first version is here.
 ///
 /// -EINVAL for another URL, -ENOENT for no such model, -EHOSTUNREACH if nobody answers there, -EPROTONOSUPPORT if its
 /// shards cannot be reached by `transport`.
@@ -116,7 +117,20 @@ pub unsafe extern "C" fn modelio_connect(
 }
 
 fn parsed(url: &str) -> Outcome<(String, &str)> {
-    let wrong = || Failure::invalid(format!("{url:?} is no URL of a model: write {SCHEME}HOST:PORT/MODEL"));
+    let wrong = || {
+        let what = format!(
+            "{url:?} is no URL of a model: write {SCHEME}HOST:PORT/MODEL, or etcd://HOST:PORT,.../PREFIX/MODEL"
+        );
+        Failure::invalid(what)
+    };
+    if EtcdUrl::is_meant(url) {
+        return match url.rsplit_once('/') {
+            Some((registry, name)) if !registry.ends_with('/') && !name.is_empty() => {
+                Ok((registry.to_owned(), name))
+            }
+            _ => Err(wrong()),
+        };
+    }
     let (place, name) = url.strip_prefix(SCHEME).and_then(|rest| rest.split_once('/')).ok_or_else(wrong)?;
     if place.is_empty() || name.is_empty() || name.contains('/') {
         return Err(wrong());

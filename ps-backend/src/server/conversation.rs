@@ -315,6 +315,12 @@ impl Peer {
                     of_asked.directory.answer(from, &asked, payload)
                 });
             }
+            Message::Registry(asked) if shared.directory.passes_on() => {
+                let (of_asked, from) = (Arc::clone(&shared), self.origin);
+                return self.send_off(request, errands::ErrandKind::Others, payload, move |payload| {
+                    of_asked.directory.answer(from, &asked, payload)
+                });
+            }
             Message::Registry(asked) => shared.directory.answer(self.origin, &asked, payload),
             Message::Status => {
                 let (link, unsent) = (self.link.clone(), Unsent::one_more(&self.unsent, 0)?);

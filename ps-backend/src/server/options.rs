@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use libmodelio::registry::RegistryError;
@@ -21,7 +22,9 @@ pub struct ServerOptions {
     pub advertise: Option<String>,
     /// The registry's address. `None` if this process is the registry.
     pub registry: Option<String>,
-    /// Whether it holds blocks. Otherwise it is only the registry.
+    /// Where the registry's table is kept for a restart, if this process is the registry.
+    pub registry_state: Option<PathBuf>,
+    /// Whether it holds blocks. Otherwise it is only the registry, or passes on what the one at another address is asked.
     pub holds_blocks: bool,
     /// The number of threads that move bytes, and also of those that compute.
     pub threads: usize,
@@ -73,6 +76,14 @@ pub enum ServerError {
     /// The system has no threads.
     #[error("cannot start threads: {0}")]
     Threads(String),
+    /// The registry's state file cannot be used.
+    #[error("cannot use the registry's state {}: {error}", path.display())]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        error: io::Error,
+    },
     /// The registry refuses this shard, or is out of reach.
     #[error("the registry does not take this shard: {0}")]
     Registry(#[from] RegistryError),

@@ -1,25 +1,42 @@
 //! The registry in this process: the table with its lock and clock, and the interface that other processes reach over
 //! the network.
 
+use std::io;
 use std::net::IpAddr;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use libmodelio::registry::table::{Answer, Given, Now, RegistryCore};
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::wire::{Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use crate::registry::{Answer, Given, RegistryCore};
+use super::state_file::StateFile;
+
+/// For this long shards that a state file names count as there. Those that are announce themselves meanwhile.
+const GRACE: Duration = Duration::from_secs(10);
 
 /// The registry in this process.
 pub(super) struct Table {
     core: Mutex<RegistryCore>,
     started: Instant,
+    /// Where it is kept for a restart. Locked before the table.
+    file: Option<Mutex<StateFile>>,
 }
 
 impl Table {
-    pub(super) fn new() -> Table {
-        Table { core: Mutex::new(RegistryCore::new()), started: Instant::now() }
+    /// The table that a state file has, or an empty one.
+    ///
+    /// # Errors
+    /// If there is a file, and it cannot be used.
+    pub(super) fn new(state: Option<&Path>) -> io::Result<Table> {
+        let file = state.map(StateFile::open).transpose()?;
+        let core = match &file {
+            Some(file) => RegistryCore::of(file.kept(), Now::ZERO, GRACE, true),
+            None => RegistryCore::new(),
+        };
+        Ok(Table { core: Mutex::new(core), started: Instant::now(), file: file.map(Mutex::new) })
     }
 
     /// Answers a request of this process.
@@ -36,7 +53,24 @@ impl Table {
     ) -> Result<Answer, Refusal> {
         // Nobody waits for the table meanwhile.
         let given = Given::of(request, payload)?;
-        self.core.lock().answer(from, request, given, self.age())
+        let reads = matches!(
+            request,
+            RegistryRequest::Shards
+                | RegistryRequest::Refused
+                | RegistryRequest::Models
+                | RegistryRequest::Model { .. }
+        );
+        let file = self.file.as_ref().filter(|_| !reads).map(Mutex::lock);
+        let (answer, kept) = {
+            let mut core = self.core.lock();
+            let answer = core.answer(from, request, given, self.age());
+            (answer, file.is_some().then(|| core.kept(self.age())))
+        };
+        // Those who only read do not wait for the disk.
+        if let (Some(mut file), Some(kept)) = (file, kept) {
+            file.keep(kept);
+        }
+        answer
     }
 
     /// The known shards, and how long ago each has announced itself.

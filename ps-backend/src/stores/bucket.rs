@@ -1,8 +1,10 @@
 //! Objects of an object store, by the crate `object_store`. It retries with growing pauses what fails for a moment.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
+use super::{Existing, Listed, MAX_WHOLE, Objects, StoreError};
+use gradfs_stores::runtime::block_on;
 use object_store::aws::AmazonS3Builder;
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
@@ -11,9 +13,6 @@ use object_store::{
     Error, GetOptions, ObjectStore, ObjectStoreExt as _, ObjectStoreScheme, PutMode, PutPayload, RetryConfig,
     WriteMultipart,
 };
-use tokio::runtime::Runtime;
-
-use super::{Existing, Listed, MAX_WHOLE, Objects, StoreError};
 
 /// Longer objects travel in parts, so that what fails is sent again in part.
 const PART_BYTES: usize = 8 << 20;
@@ -32,17 +31,10 @@ pub struct Bucket {
     folder: Path,
 }
 
-/// The thread that drives requests to stores.
-fn runtime() -> Result<&'static Runtime, StoreError> {
-    static RUNTIME: OnceLock<Result<Runtime, String>> = OnceLock::new();
-    let made = RUNTIME.get_or_init(|| {
-        // A process may have another one already.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let mut builder = tokio::runtime::Builder::new_multi_thread();
-        let made = builder.worker_threads(1).thread_name("stores").enable_all().build();
-        made.map_err(|error| error.to_string())
-    });
-    made.as_ref().map_err(|why| StoreError::Failed { name: "stores".into(), why: why.clone() })
+/// Has TLS use the same cryptography as the rest of gradfs.
+fn choose_cryptography() {
+    // Whoever has chosen before has the last word.
+    let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
 impl Bucket {
@@ -51,7 +43,7 @@ impl Bucket {
     /// # Errors
     /// [`StoreError::Url`].
     pub fn open(url: &str) -> Result<Bucket, StoreError> {
-        runtime()?;
+        choose_cryptography();
         let bad = |why: String| StoreError::Url { url: url.to_owned(), why };
         let parsed = url::Url::parse(url).map_err(|error| bad(error.to_string()))?;
         let (scheme, folder) = ObjectStoreScheme::parse(&parsed)
@@ -75,16 +67,12 @@ impl Bucket {
                 .map(|made| Arc::new(made) as _),
             _ => return Err(bad("a path, file://, s3://, gs:// or az:// is expected".into())),
         };
-        Bucket::new(url.to_owned(), store.map_err(|error| bad(error.to_string()))?, folder)
+        Ok(Bucket::new(url.to_owned(), store.map_err(|error| bad(error.to_string()))?, folder))
     }
 
     /// A folder of a store.
-    ///
-    /// # Errors
-    /// If the thread for it cannot be made.
-    pub fn new(url: String, store: Arc<dyn ObjectStore>, folder: Path) -> Result<Bucket, StoreError> {
-        runtime()?;
-        Ok(Bucket { url: url.trim_end_matches('/').to_owned(), store, folder })
+    pub fn new(url: String, store: Arc<dyn ObjectStore>, folder: Path) -> Bucket {
+        Bucket { url: url.trim_end_matches('/').to_owned(), store, folder }
     }
 
     fn path(&self, name: &str) -> Path {
@@ -102,8 +90,8 @@ impl Bucket {
         patience: Duration,
         asked: impl Future<Output = Result<T, Error>>,
     ) -> Result<T, StoreError> {
-        let answered = runtime()?.block_on(async { tokio::time::timeout(patience, asked).await });
-        match answered {
+        let answered = block_on(async { tokio::time::timeout(patience, asked).await });
+        match answered.map_err(|error| self.failed(name, error))? {
             Ok(Ok(answer)) => Ok(answer),
             Ok(Err(Error::NotFound { .. })) => Err(StoreError::Missing(format!("{}/{name}", self.url))),
             Ok(Err(Error::AlreadyExists { .. } | Error::Precondition { .. })) => {

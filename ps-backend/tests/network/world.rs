@@ -92,6 +92,7 @@ pub fn options() -> ServerOptions {
         listen: "127.0.0.1:0".parse().unwrap(),
         advertise: None,
         registry: None,
+        registry_state: None,
         holds_blocks: true,
         checksum: Checksum::On,
         threads: 2,

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use libmodelio::client::core::ClientCore;
+use libmodelio::registry::table::RegistryCore;
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::ids::{ClientId, Generation, ShardId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
@@ -14,7 +15,6 @@ use libmodelio::vocabulary::tensor_rules::TensorRules;
 use libmodelio::wire::{Message, ModelRecord};
 use ps_backend::coordinator::{self, CoordinatorCore};
 use ps_backend::core::MemberView;
-use ps_backend::registry::RegistryCore;
 use ps_backend::relays::Relays;
 
 use crate::chaos::Fault;

@@ -153,13 +153,13 @@ fn flags_reach_the_configuration() {
     assert_eq!(mount.mounting.metrics.unwrap().to_string(), "0.0.0.0:0");
 
     let status = config!(Status, "status --registry node1:9 --json").unwrap();
-    assert_eq!((status.registry.port, status.json, status.of), (9, true, StatusOf::All));
+    assert_eq!((status.registry.process().unwrap().port, status.json, status.of), (9, true, StatusOf::All));
     let of = |words: &str| config!(Status, words).unwrap().of;
     assert_eq!(of("status llama"), StatusOf::Model("llama".into()));
     assert_eq!(of("status /mnt/job"), StatusOf::Mount("/mnt/job".into()));
     assert_eq!(of("status ./llama"), StatusOf::Mount("./llama".into()));
     let delete = config!(Delete, "delete llama --registry node1").unwrap();
-    assert_eq!((delete.name.as_str(), delete.registry.host.as_str()), ("llama", "node1"));
+    assert_eq!((delete.name.as_str(), delete.registry.process().unwrap().host.as_str()), ("llama", "node1"));
     let drain = config!(Drain, "drain node2:7 --registry node1").unwrap();
     assert_eq!((drain.shard.to_string().as_str(), drain.timeout.as_secs()), ("node2:7", 600));
     let drain = config!(Drain, "drain 3 --registry node1 --timeout 20").unwrap();
@@ -173,10 +173,13 @@ fn flags_reach_the_configuration() {
 #[test]
 fn the_environment_makes_everything_short() {
     let registry = &[("GRADFS_REGISTRY", "node1")];
-    assert_eq!(config!(Mount, "mount /mnt", registry).unwrap().registry.host, "node1");
-    assert_eq!(config!(Create, "create m --size 1MiB", registry).unwrap().registry.host, "node1");
-    assert_eq!(config!(Status, "status", registry).unwrap().registry.host, "node1");
-    assert_eq!(config!(Delete, "delete m", registry).unwrap().registry.host, "node1");
+    assert_eq!(config!(Mount, "mount /mnt", registry).unwrap().registry.process().unwrap().host, "node1");
+    assert_eq!(
+        config!(Create, "create m --size 1MiB", registry).unwrap().registry.process().unwrap().host,
+        "node1"
+    );
+    assert_eq!(config!(Status, "status", registry).unwrap().registry.process().unwrap().host, "node1");
+    assert_eq!(config!(Delete, "delete m", registry).unwrap().registry.process().unwrap().host, "node1");
     let listen = &[("GRADFS_REGISTRY", "node1"), ("GRADFS_LISTEN", "node2")];
     assert_eq!(config!(Shard, "shard", listen).unwrap().advertise.host, "node2");
     // The command line must name the model to destroy.

@@ -30,7 +30,7 @@ impl From<String> for Unmoved {
     }
 }
 
-fn coordinator_of(table: &impl Registry, record: &ModelRecord) -> Result<ShardRecord, String> {
+fn coordinator_of(table: &dyn Registry, record: &ModelRecord) -> Result<ShardRecord, String> {
     let shards = table.shards(deadline()).map_err(|error| error.to_string())?;
     let coordinator = shards.into_iter().find(|shard| shard.shard == record.coordinator);
     coordinator.ok_or_else(|| {
@@ -87,7 +87,7 @@ impl Drain<'_> {
 
 /// Has the coordinator stop what moves a model off a shard.
 pub(super) fn stop_move(
-    table: &impl Registry,
+    table: &dyn Registry,
     shard: &ShardRecord,
     record: &ModelRecord,
 ) -> Result<(), String> {

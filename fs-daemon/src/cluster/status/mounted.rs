@@ -4,13 +4,12 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use libmodelio::registry::Registry as _;
 use libmodelio::vocabulary::ids::ShardId;
 use serde_json::{Map, Value, json};
 
 use super::super::{ask_until, deadline, jobs, list, registry, registry_error, string};
 use super::{learners, readers};
-use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
+use crate::config::registry::RegistryAt;
 use crate::error::Error;
 use crate::mountpoint;
 use crate::shown::shown_within;
@@ -72,9 +71,9 @@ fn complete(model: &mut Value) -> Result<(), Error> {
     let (Some(at), Some(name)) = (model["registry"].as_str(), model["model"].as_str()) else {
         return Ok(());
     };
-    let at = Endpoint::parse(at, DEFAULT_PORT).map_err(|error| error.of("the mount's registry"))?;
+    let at = RegistryAt::parse(at).map_err(|error| error.of("the mount's registry"))?;
     let failed = |error| registry_error(&at, error);
-    let table = registry(&at);
+    let table = registry(&at)?;
     let coordinator = table.model(name, deadline()).map_err(failed)?.coordinator;
     let shards = table.shards(deadline()).map_err(failed)?;
     let gone = || Error::new(format!("shard {coordinator}, which coordinates {name}, is not announced"));

@@ -27,6 +27,10 @@ fn at(host: &str, port: u16) -> Endpoint {
     Endpoint { host: host.into(), port }
 }
 
+fn registry_at(host: &str, port: u16) -> RegistryAt {
+    RegistryAt::Process(at(host, port))
+}
+
 fn shard(pairs: &[(&'static str, &str)]) -> Result<ShardConfig, Error> {
     ShardConfig::merge(&[flags(pairs)])
 }
@@ -55,7 +59,10 @@ fn said<T: std::fmt::Debug>(outcome: Result<T, Error>) -> String {
 #[test]
 fn defaults() {
     let registry = RegistryConfig::merge(&[flags(&[("listen", "0.0.0.0")])]).unwrap();
-    assert_eq!(registry, RegistryConfig { listen: at("0.0.0.0", 7070), insecure: false });
+    let (registry_of_etcd, state) = (None, None);
+    let expected =
+        RegistryConfig { listen: at("0.0.0.0", 7070), insecure: false, registry: registry_of_etcd, state };
+    assert_eq!(registry, expected);
     assert_eq!(
         shard(&[("listen", "node1")]).unwrap(),
         ShardConfig {
@@ -63,6 +70,7 @@ fn defaults() {
             insecure: false,
             advertise: at("node1", 7070),
             registry: None,
+            registry_state: None,
             metrics: None,
             threads: 2,
             state: StateCopies::Single,
@@ -79,7 +87,7 @@ fn defaults() {
         CreateConfig {
             name: "m".into(),
             source: ModelSource::Blank { bytes: 1 << 20, dtype: DType::F32 },
-            registry: at("node1", 7070),
+            registry: registry_at("node1", 7070),
             shards: None,
             block_size: 256 << 10,
             controls: Controls::default(),
@@ -101,7 +109,7 @@ fn defaults() {
             },
             models: vec![],
             shows: Shows::All,
-            registry: at("node1", 7070),
+            registry: registry_at("node1", 7070),
             transport: TransportChoice::Auto,
             checksum: Checksum::On,
             connections: 2,
@@ -113,7 +121,10 @@ fn defaults() {
         }
     );
     let status = StatusConfig::merge(None, &[flags(&[])], true).unwrap();
-    assert_eq!(status, StatusConfig { of: StatusOf::All, registry: at("localhost", 7070), json: true });
+    assert_eq!(
+        status,
+        StatusConfig { of: StatusOf::All, registry: registry_at("localhost", 7070), json: true }
+    );
 }
 
 #[test]
@@ -129,8 +140,8 @@ fn one_file_serves_all_commands() {
     assert_eq!(create.controls.hyper.learning_rate, 0.25);
     let mount = MountConfig::merge(&layers).unwrap();
     assert_eq!((mount.models, mount.transport), (vec!["llama".into(), "value".into()], TransportChoice::Tcp));
-    assert_eq!(StatusConfig::merge(None, &layers, false).unwrap().registry, at("node1", 7070));
-    assert_eq!(DeleteConfig::merge("x", &layers).unwrap().registry, at("node1", 7070));
+    assert_eq!(StatusConfig::merge(None, &layers, false).unwrap().registry, registry_at("node1", 7070));
+    assert_eq!(DeleteConfig::merge("x", &layers).unwrap().registry, registry_at("node1", 7070));
     assert_eq!(
         DrainConfig::merge("node2", "1", None, false, &layers).unwrap().shard,
         ShardName::At(at("node2", 7070))
@@ -159,7 +170,7 @@ fn a_registry_is_needed_where_there_is_something_to_ask() {
         assert!(text.starts_with("no registry is given (") && text.contains("GRADFS_REGISTRY"), "{text}");
     }
     // These need no other host to ask.
-    let here = at("localhost", 7070);
+    let here = registry_at("localhost", 7070);
     assert_eq!(CreateConfig::merge(&none).unwrap().registry, here);
     assert_eq!(StatusConfig::merge(None, &none, false).unwrap().registry, here);
     assert!(said(RegistryConfig::merge(&none)).starts_with("no address to listen on is given"));
@@ -205,19 +216,25 @@ fn a_shard_whose_own_address_is_the_registrys_becomes_the_registry() {
     let on = |host: &str| ShardConfig::merge(&[flags(&[("advertise", host)]), file.clone()]).unwrap();
     assert_eq!(on("node1").registry, None);
     assert_eq!(on("node1:7070").registry, None);
-    assert_eq!(on("node2").registry, Some(at("node1", 7070)));
+    assert_eq!(on("node2").registry, Some(registry_at("node1", 7070)));
     // Another port of the same host is another process.
-    assert_eq!(on("node1:7071").registry, Some(at("node1", 7070)));
+    assert_eq!(on("node1:7071").registry, Some(registry_at("node1", 7070)));
     assert_eq!(shard(&[("listen", "node1"), ("registry", "node1:7070")]).unwrap().registry, None);
 
     // Under another name, which only looking it up can tell.
     let all = shard(&[("listen", "0.0.0.0"), ("advertise", "node1")]).unwrap();
-    assert!(all.is_the_registry(&at("127.0.0.1", 7070)) && all.is_the_registry(&at("localhost", 7070)));
-    assert!(!all.is_the_registry(&at("127.0.0.1", 7071)), "another port");
-    assert!(!all.is_the_registry(&at("192.0.2.1", 7070)), "another host");
+    assert!(
+        all.is_the_registry(&registry_at("127.0.0.1", 7070))
+            && all.is_the_registry(&registry_at("localhost", 7070))
+    );
+    assert!(!all.is_the_registry(&registry_at("127.0.0.1", 7071)), "another port");
+    assert!(!all.is_the_registry(&registry_at("192.0.2.1", 7070)), "another host");
     let one = shard(&[("listen", "127.0.0.2"), ("advertise", "127.0.0.3:7171")]).unwrap();
-    assert!(one.is_the_registry(&at("127.0.0.2", 7070)) && one.is_the_registry(&at("127.0.0.3", 7171)));
-    assert!(!one.is_the_registry(&at("127.0.0.1", 7070)), "it does not listen there");
+    assert!(
+        one.is_the_registry(&registry_at("127.0.0.2", 7070))
+            && one.is_the_registry(&registry_at("127.0.0.3", 7171))
+    );
+    assert!(!one.is_the_registry(&registry_at("127.0.0.1", 7070)), "it does not listen there");
 }
 
 #[test]
@@ -305,4 +322,32 @@ fn only_its_own_flag_opens_the_block_devices_of_a_mount() {
     assert!(!mount(&[], shared()));
     assert!(!mount(&[], environment(&[("GRADFS_INSECURE", "true"), ("GRADFS_REGISTRY", "node1")])));
     assert!(mount(&[("insecure", "true")], shared()));
+}
+
+#[test]
+fn a_registry_in_etcd_is_named_by_its_members() {
+    let url = "etcd://a:2379,b:2379,c:2379/train";
+    let layer = || {
+        let mut layer = CLUSTER.flags();
+        layer.set("registry", [url]);
+        layer.set("listen", ["node1"]);
+        layer
+    };
+    let config = ShardConfig::merge(&[layer()]).unwrap();
+    let registry = config.registry.clone().unwrap();
+    assert_eq!(registry.to_string(), url);
+    assert!(!config.is_the_registry(&registry), "no shard is");
+    assert_eq!(RegistryConfig::merge(&[layer()]).unwrap().registry, Some(registry));
+    let mut kept = layer();
+    kept.set("registry_state", ["/state"]);
+    assert!(said(RegistryConfig::merge(&[kept])).contains("keeps it itself"));
+    let of_process = file("registry = 'node1'\nlisten = 'node1'\nregistry_state = 'state'");
+    let config = RegistryConfig::merge(&[of_process]).unwrap();
+    assert_eq!((config.registry, config.state), (None, Some("/etc/state".into())));
+    for (bad, why) in
+        [("etcd://", "no host:port"), ("etcd://u:p@a", "GRADFS_ETCD_USER"), ("etcd://a:x", "no number")]
+    {
+        let text = said(mount(&[("registry", bad)]));
+        assert!(text.starts_with("--registry: ") && text.contains(why), "{text}");
+    }
 }

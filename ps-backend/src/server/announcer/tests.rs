@@ -16,6 +16,7 @@ fn the_status_of_a_shard_and_its_announcer_do_not_wait_for_each_other() {
         listen: "127.0.0.1:0".parse().unwrap(),
         advertise: None,
         registry: None,
+        registry_state: None,
         holds_blocks: true,
         checksum: Checksum::On,
         threads: 1,

@@ -241,7 +241,13 @@ fn put(shared: &Shared, request: RegistryRequest, record: &ModelRecord) -> Resul
     if let Some(table) = shared.directory.table() {
         return table.handle(&request, &payload).map(drop).map_err(PutError::Refused);
     }
-    let address = shared.options.registry.clone().unwrap_or_default();
+    let Some(address) = shared.directory.process().map(str::to_owned) else {
+        let asked = shared.directory.ask(|registry, _| registry.ask(request, &payload, deadline));
+        return asked.map(drop).map_err(|error| match Refusal::try_from(error) {
+            Ok(refusal) => PutError::Refused(refusal),
+            Err(error) => PutError::Unknown(error.to_string()),
+        });
+    };
     // Not over a connection that is kept: if that ends, it is not known whether it was before.
     let mut peer =
         AdminPeer::connect(&address, deadline).map_err(|error| PutError::NotSent(error.to_string()))?;

@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use libmodelio::vocabulary::ids::ShardId;
-use libmodelio::wire::{Refusal, RegistryAnswer, RegistryRequest, ShardRecord};
+use crate::vocabulary::ids::ShardId;
+use crate::wire::{Refusal, RegistryAnswer, RegistryRequest, ShardRecord};
 
 use super::{Answer, Given, MAX_LEASE, Now, RegistryCore, Shard, check_shard};
 
@@ -104,7 +104,7 @@ impl RegistryCore {
         let record = ShardRecord { shard: number, draining, ..record.clone() };
         self.shards.insert(
             number,
-            Shard { record, until: now + lease, last_announced: Some(now), holds: bound, from },
+            Shard { record, until: now + lease, last_announced: Some(now), holds: bound, from, hint: false },
         );
         Ok(number)
     }

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use libmodelio::vocabulary::ids::Generation;
+use crate::vocabulary::ids::Generation;
 
 /// The number of deleted models that are remembered.
 const REMEMBERED: usize = 4096;
@@ -28,6 +28,11 @@ impl Deleted {
         {
             self.known.remove(&oldest);
         }
+    }
+
+    /// All, the oldest first.
+    pub(super) fn all(&self) -> Vec<(String, Generation)> {
+        self.order.iter().cloned().collect()
     }
 
     /// Whether the model is one of them.

@@ -7,9 +7,9 @@
 
 use std::collections::BTreeSet;
 
-use libmodelio::vocabulary::block_map::MAX_SHARDS;
-use libmodelio::vocabulary::ids::{Generation, ShardId};
-use libmodelio::wire::{ModelRecord, Refusal, ShardRecord, check_model_name};
+use crate::vocabulary::block_map::MAX_SHARDS;
+use crate::vocabulary::ids::{Generation, ShardId};
+use crate::wire::{ModelRecord, Refusal, ShardRecord, check_model_name};
 
 use super::{Given, Now, RegistryCore, Shard, check_shard, follows};
 
@@ -37,7 +37,8 @@ impl RegistryCore {
     /// Checks that nobody else has blocks under this number.
     fn may_take(&self, number: ShardId) -> Result<(), Refusal> {
         match self.shards.get(&number) {
-            Some(holder) if holder.holds || self.owns(number) => {
+            // A state file that names another shard is older than the one that announces itself.
+            Some(holder) if !holder.hint && (holder.holds || self.owns(number)) => {
                 Err(Refusal::NumberTaken { shard: number, address: holder.record.address.clone() })
             }
             _ => Ok(()),
@@ -67,24 +68,25 @@ impl RegistryCore {
     ) -> Result<(), Refusal> {
         let is_news = match self.models.get(&record.name) {
             Some(stored) if *stored.bytes == *payload => false,
-            Some(stored) if stored.generation != record.generation => {
+            Some(stored) if stored.generation != record.generation && !stored.hint => {
                 return Err(Refusal::Exists(record.name));
             }
-            Some(stored) => {
+            Some(stored) if stored.generation == record.generation => {
                 // The model may have become ready without this shard's knowing.
                 let claimed = ModelRecord { ready: record.ready || stored.ready, ..record.clone() };
                 follows(stored, stored.epoch, &claimed)?;
                 record.epoch > stored.epoch || record.ready && !stored.ready
             }
-            None => {
+            _ => {
                 self.may_come(&record)?;
                 true
             }
         };
         let owners: BTreeSet<ShardId> = record.owners.iter().map(|&(owner, _)| owner).collect();
         let claims = self.claims(&owners, shards)?;
-        if is_news {
-            self.store(record, owners, payload)?;
+        match self.models.get_mut(&record.name).filter(|_| !is_news) {
+            Some(stored) => stored.hint = false,
+            None => self.store(record, owners, payload)?,
         }
         for mut claim in claims {
             // The shard is listed once it announces itself. An announcement that it has already made counts.
@@ -96,7 +98,7 @@ impl RegistryCore {
             }
             self.shards.insert(
                 claim.shard,
-                Shard { record: claim, until, last_announced: None, holds: false, from: None },
+                Shard { record: claim, until, last_announced: None, holds: false, from: None, hint: false },
             );
         }
         Ok(())
@@ -120,7 +122,8 @@ impl RegistryCore {
                 return Err(Refusal::other(format_args!("shard {} is named twice", shard.shard)));
             }
             // If another process has blocks there, under another number, those of this model are lost.
-            let holds = |known| self.owns(known) || self.shards.get(&known).is_some_and(|shard| shard.holds);
+            let has_blocks = |shard: &Shard| !shard.hint && (shard.holds || self.owns(shard.record.shard));
+            let holds = |known| self.shards.get(&known).is_some_and(has_blocks);
             if !known.is_some_and(holds) {
                 claims.push(shard.clone());
             }

@@ -1,17 +1,18 @@
-//! The registry's client against the registry's table, over TCP.
+//! All calls of a registry: over TCP, with the table at the other end, and in an etcd.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use libmodelio::bytes::crc32c::crc32c;
-use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
-use libmodelio::vocabulary::block_map::BlockMap;
-use libmodelio::vocabulary::controls::Controls;
-use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
-use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
-use libmodelio::wire::{Limits, Message, ModelRecord, Protocol, Receiver, Refusal, Role, ShardRecord, frame};
-use ps_backend::registry::RegistryCore;
+use super::tested::EtcdServer;
+use crate::bytes::crc32c::crc32c;
+use crate::registry::table::RegistryCore;
+use crate::registry::{Registry, RegistryError, RemoteRegistry, open};
+use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::controls::Controls;
+use crate::vocabulary::ids::{Epoch, Generation, ShardId};
+use crate::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
+use crate::wire::{Limits, Message, ModelRecord, Protocol, Receiver, Refusal, Role, ShardRecord, frame};
 
 /// Serves `core` on one connection until it ends.
 fn serve(mut stream: TcpStream, mut core: RegistryCore) {
@@ -57,7 +58,15 @@ fn all_calls_are_answered() {
         std::thread::spawn(move || serve(listener.accept().expect("a connection").0, RegistryCore::new()));
     let deadline = Instant::now() + Duration::from_secs(600);
     let registry = RemoteRegistry::new(address);
+    all_calls(&registry, deadline);
+    drop(registry);
+    server.join().expect("it kept to the protocol");
+    let Some(server) = EtcdServer::start() else { return };
+    let registry = open(&format!("etcd://{}", server.address)).expect("a URL");
+    all_calls(&*registry, deadline);
+}
 
+fn all_calls(registry: &dyn Registry, deadline: Instant) {
     let mut shard = ShardRecord {
         shard: ShardId(0),
         address: "host:1".to_owned(),
@@ -98,6 +107,4 @@ fn all_calls_are_answered() {
     assert!(registry.models(deadline).expect("an answer").is_empty());
     registry.withdraw(shard.shard, deadline).expect("an answer");
     assert!(registry.shards(deadline).expect("an answer").is_empty());
-    drop(registry);
-    server.join().expect("it kept to the protocol");
 }

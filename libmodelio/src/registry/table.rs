@@ -5,6 +5,7 @@
 //! numbers, and put the records of their models back (`restoring`).
 
 mod deleted;
+mod kept;
 mod refused;
 mod requests;
 mod restoring;
@@ -15,15 +16,18 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::vocabulary::block_map::MAX_SHARDS;
-use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
-use libmodelio::wire::{
+use crate::vocabulary::block_map::MAX_SHARDS;
+use crate::vocabulary::ids::{Epoch, Generation, ShardId};
+use crate::wire::{
     Fate, HeldPartition, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord, check_model_name,
 };
 
 use self::deleted::Deleted;
+pub use self::kept::{Kept, KeptModel, KeptShard};
 use self::refused::Refused;
-pub use crate::core::Now;
+
+/// Time since some moment of the caller's.
+pub type Now = Duration;
 
 /// Most models: their names fit into one answer.
 pub const MAX_MODELS: usize = 2048;
@@ -44,13 +48,18 @@ pub struct Answer {
 }
 
 /// A record that came with a request.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Given<'a> {
     record: ModelRecord,
     bytes: &'a [u8],
 }
 
 impl Given<'_> {
+    /// The model's name.
+    pub fn name(&self) -> &str {
+        &self.record.name
+    }
+
     /// Reads the payload of a request, if it is a record.
     ///
     /// # Errors
@@ -76,6 +85,8 @@ struct Shard {
     holds: bool,
     /// The address that its announcement came from; `None` for this process.
     from: Option<IpAddr>,
+    /// Only a state file has told of it.
+    hint: bool,
 }
 
 /// A model, as its last record says.
@@ -85,7 +96,12 @@ struct RegisteredModel {
     epoch: Epoch,
     ready: bool,
     owners: BTreeSet<ShardId>,
+    /// Bytes of the record.
+    len: usize,
+    /// The record; empty in a table of which only the rest was read.
     bytes: Arc<[u8]>,
+    /// Only a state file has told of it.
+    hint: bool,
 }
 
 /// The table.
@@ -95,7 +111,6 @@ pub struct RegistryCore {
     models: BTreeMap<String, RegisteredModel>,
     deleted: Deleted,
     refused: Refused,
-    record_bytes: usize,
 }
 
 impl RegistryCore {
@@ -212,7 +227,7 @@ impl RegistryCore {
         if self.deleted.contains(&record.name, record.generation) {
             return Err(Refusal::Deleted(record.name.clone()));
         }
-        if self.models.len() >= MAX_MODELS {
+        if self.models.len() >= MAX_MODELS && !self.models.contains_key(&record.name) {
             return Err(Refusal::other(format_args!(
                 "there are {MAX_MODELS} models already, the most that a registry knows: delete one"
             )));
@@ -226,18 +241,23 @@ impl RegistryCore {
         owners: BTreeSet<ShardId>,
         payload: &[u8],
     ) -> Result<(), Refusal> {
-        let stored = self.models.get(&record.name);
-        let before = stored.map_or(0, |stored| stored.bytes.len());
-        let record_bytes = self.record_bytes - before + payload.len();
+        let before = self.models.get(&record.name).map_or(0, |stored| stored.len);
+        let record_bytes = self.record_bytes() - before + payload.len();
         if record_bytes > MAX_RECORD_BYTES {
             return Err(Refusal::other(format_args!(
                 "records of {record_bytes} bytes, the most that a registry holds is {MAX_RECORD_BYTES}: delete models"
             )));
         }
-        self.record_bytes = record_bytes;
         let ModelRecord { name, generation, epoch, ready, .. } = record;
-        self.models.insert(name, RegisteredModel { generation, epoch, ready, owners, bytes: payload.into() });
+        let (len, bytes) = (payload.len(), payload.into());
+        let model = RegisteredModel { generation, epoch, ready, owners, len, bytes, hint: false };
+        self.models.insert(name, model);
         Ok(())
+    }
+
+    /// Bytes of all records.
+    fn record_bytes(&self) -> usize {
+        self.models.values().map(|model| model.len).sum()
     }
 
     fn delete(&mut self, name: &str, generation: Generation) -> Result<(), Refusal> {
@@ -248,19 +268,21 @@ impl RegistryCore {
             Err(refusal) => return Err(refusal),
         };
         check_generation(name, model.generation, generation)?;
-        self.record_bytes -= model.bytes.len();
         self.models.remove(name);
         self.deleted.add(name, generation);
         Ok(())
     }
 
     /// The registry's answer to a shard about one of its partitions.
-    fn fate(&self, held: &HeldPartition) -> Fate {
-        match self.models.get(&held.model) {
-            Some(model) if model.generation == held.generation => Fate::Known { epoch: model.epoch },
+    fn fate(&mut self, held: &HeldPartition) -> Fate {
+        match self.models.get_mut(&held.model) {
+            Some(model) if model.generation == held.generation => {
+                model.hint = false;
+                Fate::Known { epoch: model.epoch }
+            }
             _ if self.deleted.contains(&held.model, held.generation) => Fate::Deleted,
-            Some(model) => Fate::Taken { generation: model.generation },
-            None => Fate::Unknown,
+            Some(model) if !model.hint => Fate::Taken { generation: model.generation },
+            _ => Fate::Unknown,
         }
     }
 }

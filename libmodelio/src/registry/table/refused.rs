@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use libmodelio::wire::{Refusal, RefusedShard, ShardRecord};
+use crate::wire::{Refusal, RefusedShard, ShardRecord};
 
 use super::Now;
 
@@ -21,6 +21,11 @@ impl Refused {
             let refused = RefusedShard { record: record.clone(), why: refusal.to_string() };
             self.0.insert(record.address.clone(), (refused, until));
         }
+    }
+
+    /// A shard that is known to be refused.
+    pub(super) fn insert(&mut self, refused: RefusedShard, until: Now) {
+        self.0.insert(refused.record.address.clone(), (refused, until));
     }
 
     /// The shard is listed now.
