@@ -34,7 +34,7 @@ class Etcd:
             # etcd sets this, too, and can listen there; the system gives the port to nobody else.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("127.0.0.1", 0))
-        places = ["127.0.0.1:%d" % held.getsockname()[1] for held in self._held]
+        places = [f"127.0.0.1:{held.getsockname()[1]}" for held in self._held]
         self.members, self._peers = places[:members], places[members:]
         self.url = ("etcds" if tls else "etcd") + "://" + ",".join(self.members)
         self._processes = [None] * members
