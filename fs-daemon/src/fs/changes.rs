@@ -143,9 +143,12 @@ pub(super) fn named(version: Version, name: &str) -> Option<File> {
     Some(of(version, back as u32))
 }
 
+/// A file of a version, by how far back the older one is.
+type Kind = fn(Version, u32) -> File;
+
 /// The older version in such a name, and the kind of file.
-fn parsed(name: &str) -> Option<(u64, fn(Version, u32) -> File)> {
-    let (base, of): (_, fn(Version, u32) -> File) = match name.strip_prefix("changes-since-")? {
+fn parsed(name: &str) -> Option<(u64, Kind)> {
+    let (base, of): (_, Kind) = match name.strip_prefix("changes-since-")? {
         name if name.ends_with(".patch") => (name.strip_suffix(".patch")?, File::Patch),
         name => (name.strip_suffix(".safetensors")?, File::Sparse),
     };

@@ -288,7 +288,10 @@ impl Fs {
         };
         let model = &tree.model;
         if tree.is_view()
-            && !matches!(request.file().map(|(_, file)| file), Some(File::Publish(_) | File::Set))
+            && !matches!(
+                request.file().map(|(_, file)| file),
+                Some(File::Publish(_) | File::Set | File::ReaderApplied(_))
+            )
         {
             request.read_only("a view")?;
         }

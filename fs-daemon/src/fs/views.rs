@@ -34,9 +34,8 @@ const ABOUT_PARTS: [&str; 3] = ["readers", "status.json", "error"];
 /// Whether the directory of a model has this file.
 pub(super) fn has(model: &Model, name: &str) -> bool {
     match &model.snapshots {
-        Snapshots::PartOf(_) => {
-            FILES.contains(&name) && !["publish", SET].contains(&name) || ABOUT_PARTS.contains(&name)
-        }
+        Snapshots::Never(None) | Snapshots::PartOf(_) if ["publish", SET].contains(&name) => false,
+        Snapshots::PartOf(_) => FILES.contains(&name) || ABOUT_PARTS.contains(&name),
         Snapshots::Never(_) => FILES.contains(&name),
         _ if name == SET => false,
         _ => model.job.holds_versions() || BESIDE.contains(&name),

@@ -36,6 +36,9 @@ const BEAT: Duration = Duration::from_millis(200);
 /// A shard that does not answer for so long is taken for dead.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// An older version, and the same bytes of that.
+type Older<'a> = Option<(Version, &'a [u8])>;
+
 /// Why a part was not published.
 #[derive(Debug, thiserror::Error)]
 pub enum PartError {
@@ -91,11 +94,7 @@ impl Job {
     pub fn publish_part(
         &self,
         (name, part): (RegionKey, PartOf),
-        (pieces, memory, older): (
-            impl Iterator<Item = (Vec<Strided>, Vec<Strided>)>,
-            &[u8],
-            Option<(Version, &[u8])>,
-        ),
+        (pieces, memory, older): (impl Iterator<Item = (Vec<Strided>, Vec<Strided>)>, &[u8], Older<'_>),
         meta: Meta,
         timeout: Duration,
         goes_on: &dyn Fn() -> bool,
@@ -175,7 +174,7 @@ impl Job {
         &self,
         (peers, routes): (&mut PartsPeers, &Routes),
         token: u64,
-        (pieces, bytes, older): (&[Strided], &[u8], Option<(Version, &[u8])>),
+        (pieces, bytes, older): (&[Strided], &[u8], Older<'_>),
         deadline: Instant,
     ) -> Result<(), PartError> {
         let owned = routes.partitions.iter().map(|route| route.owned.as_slice());
@@ -215,16 +214,16 @@ impl Job {
 fn write_to(
     peer: &mut AdminPeer,
     (generation, epoch, client, token): (Generation, Epoch, ClientId, u64),
-    (asks, bytes, older): (&[Ask], &[u8], Option<(Version, &[u8])>),
+    (asks, bytes, older): (&[Ask], &[u8], Older<'_>),
     sent: &dyn Fn(usize),
     deadline: Instant,
 ) -> Result<(), AdminError> {
     let pieces =
         |ask: &Ask, of: &[u8]| ask.places.iter().map(|at| &of[at.clone()]).collect::<Vec<_>>().concat();
-    let write = |peer: &mut AdminPeer, ask: &Ask, older: Option<(Version, &[u8])>| {
+    let write = |peer: &mut AdminPeer, ask: &Ask, older: Older<'_>| {
         let (payload, mut patch) = (pieces(ask, bytes), Vec::new());
         let patched = older.filter(|(_, older)| {
-            // Elements of any type begin at such places.
+            // The bytes of the narrowest elements that most models have.
             Changed::between(&pieces(ask, older), &payload, 2).patch(&payload, &mut patch)
         });
         let patched = patched.map(|(base, _)| (base, crc32c(&payload)));
