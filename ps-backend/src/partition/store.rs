@@ -30,7 +30,7 @@ mod making;
 mod measuring;
 mod merge;
 mod newest;
-mod pieces;
+pub(crate) mod pieces;
 mod pinned;
 mod places;
 mod state;

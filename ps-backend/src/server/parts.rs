@@ -16,7 +16,7 @@ use super::models;
 use super::partition::Partition;
 use super::shared::Shared;
 use super::unsent::AdminAnswer;
-use crate::partition::store::PinnedVersion;
+use crate::partition::store::{PinnedVersion, pieces};
 
 /// A connection keeps a version for so long after a request for pieces of it.
 const KEPT_FOR: Duration = Duration::from_secs(2);
@@ -68,12 +68,12 @@ impl Reading {
 impl OfVersion {
     /// The pieces, one behind the other, or what has changed in them since `base` if that is shorter.
     pub(super) fn gather(&self, base: Option<Version>, parts: &[Strided]) -> AdminAnswer {
-        let packed = self.version.packed(self.partition.model_bytes(), parts)?;
+        let packed = pieces::packed(&self.version, self.partition.model_bytes(), parts)?;
         let store = self.partition.store();
         let tally = store.tally();
         tally.copied(Flow::Pull, packed.len());
         let since = base.and_then(|base| store.since(base, self.version.version()));
-        let patch = since.and_then(|since| since.patch_packed(store.partition(), parts, &packed));
+        let patch = since.and_then(|since| pieces::patch_packed(&since, store.partition(), parts, &packed));
         let patched = patch.as_ref().map(|_| crc32c(&packed));
         let answer = patch.unwrap_or(packed);
         tally.moved(Flow::Pull, answer.len());

@@ -15,93 +15,89 @@ const MOST_WORK: usize = 4 << 20;
 /// So many bytes of a block that is looked at cost as much as a unit that has changed there.
 const BYTES_A_UNIT: usize = 64;
 
-impl PinnedVersion {
-    /// These pieces of a model of `size` bytes, packed. The caller bounds them.
-    ///
-    /// # Errors
-    /// If they do not lie in the partition, or are no pieces.
-    pub fn packed(&self, size: u64, parts: &[Strided]) -> Result<Vec<u8>, Refusal> {
-        let partition = &self.shared.partition;
-        let block_size = u64::from(partition.layout().block_size());
-        let bytes = Strided::total(parts, size).ok_or(ShardError::OutOfRange)?;
-        let mut packed = Vec::with_capacity(bytes as usize);
-        let mut around = (0..0, [].as_slice());
-        for piece in parts.iter().flat_map(Strided::pieces) {
-            let mut at = piece.start;
-            while at < piece.end {
-                if !around.0.contains(&at) {
-                    let block = BlockId((at / block_size) as u32);
-                    let local = partition.local(block).ok_or(Refusal::NotMine { block })?;
-                    let (start, bytes) = (u64::from(block.0) * block_size, self.block(local));
-                    around = (start..start + bytes.len() as u64, bytes);
-                }
-                let end = piece.end.min(around.0.end);
-                let start = around.0.start;
-                packed.extend_from_slice(&around.1[(at - start) as usize..(end - start) as usize]);
-                at = end;
+/// These pieces of a version of a model of `size` bytes, packed. The caller bounds them.
+///
+/// # Errors
+/// If they do not lie in the partition, or are no pieces.
+pub(crate) fn packed(version: &PinnedVersion, size: u64, parts: &[Strided]) -> Result<Vec<u8>, Refusal> {
+    let partition = &version.shared.partition;
+    let block_size = u64::from(partition.layout().block_size());
+    let bytes = Strided::total(parts, size).ok_or(ShardError::OutOfRange)?;
+    let mut packed = Vec::with_capacity(bytes as usize);
+    let mut around = (0..0, [].as_slice());
+    for piece in parts.iter().flat_map(Strided::pieces) {
+        let mut at = piece.start;
+        while at < piece.end {
+            if !around.0.contains(&at) {
+                let block = BlockId((at / block_size) as u32);
+                let local = partition.local(block).ok_or(Refusal::NotMine { block })?;
+                let (start, bytes) = (u64::from(block.0) * block_size, version.block(local));
+                around = (start..start + bytes.len() as u64, bytes);
             }
+            let end = piece.end.min(around.0.end);
+            let start = around.0.start;
+            packed.extend_from_slice(&around.1[(at - start) as usize..(end - start) as usize]);
+            at = end;
         }
-        Ok(packed)
     }
+    Ok(packed)
 }
 
-impl Since {
-    /// The patch that makes packed pieces from those of the older version. None if that is no shorter than they are, or
-    /// takes too long to find out.
-    pub fn patch_packed(
-        &self,
-        partition: &PartitionLayout,
-        parts: &[Strided],
-        packed: &[u8],
-    ) -> Option<Vec<u8>> {
-        let layout = partition.layout();
-        let size = u64::from(layout.block_size());
-        let local = |at: u64| partition.local(BlockId((at / size) as u32));
-        let unit = parts.iter().filter_map(|part| Some(layout.unit(local(part.start)?))).min()?;
-        let (mut union, mut place, mut work) = (Union::new(packed.len(), unit), 0, 0);
-        // What has changed in the block that begins here: the numbers of units of so many bytes. None is all of it.
-        let (mut around, mut units, mut width) = (None, Some(Vec::new()), 1);
-        for piece in parts.iter().flat_map(Strided::pieces) {
-            let mut at = piece.start;
-            while at < piece.end {
-                let start = at - at % size;
-                if around.replace(start) != Some(start) {
-                    let numbers = units.get_or_insert_default();
-                    numbers.clear();
-                    match self.changed(layout, local(at)?) {
-                        Changed::Nothing => {}
-                        Changed::Some(changed) => {
-                            changed.numbers(numbers);
-                            width = changed.unit() as u64;
-                        }
-                        Changed::Whole => units = None,
+/// The patch that makes packed pieces from those of an older version. None if that is no shorter than they are, or
+/// takes too long to find out.
+pub(crate) fn patch_packed(
+    since: &Since,
+    partition: &PartitionLayout,
+    parts: &[Strided],
+    packed: &[u8],
+) -> Option<Vec<u8>> {
+    let layout = partition.layout();
+    let size = u64::from(layout.block_size());
+    let local = |at: u64| partition.local(BlockId((at / size) as u32));
+    let unit = parts.iter().filter_map(|part| Some(layout.unit(local(part.start)?))).min()?;
+    let (mut union, mut place, mut work) = (Union::new(packed.len(), unit), 0, 0);
+    // What has changed in the block that begins here: the numbers of units of so many bytes. None is all of it.
+    let (mut around, mut units, mut width) = (None, Some(Vec::new()), 1);
+    for piece in parts.iter().flat_map(Strided::pieces) {
+        let mut at = piece.start;
+        while at < piece.end {
+            let start = at - at % size;
+            if around.replace(start) != Some(start) {
+                let numbers = units.get_or_insert_default();
+                numbers.clear();
+                match since.changed(layout, local(at)?) {
+                    Changed::Nothing => {}
+                    Changed::Some(changed) => {
+                        changed.numbers(numbers);
+                        width = changed.unit() as u64;
                     }
-                    work += size as usize / BYTES_A_UNIT + units.as_ref().map_or(0, Vec::len);
-                    if work > MOST_WORK {
-                        return None;
-                    }
+                    Changed::Whole => units = None,
                 }
-                let end = piece.end.min(start + size);
-                let mut add = |from: u64, to: u64| {
-                    union.add_bytes(place + (from - at) as usize..place + (to - at) as usize);
-                };
-                match &units {
-                    None => add(at, end),
-                    Some(units) => {
-                        let unit_at = |unit: &u32| start + u64::from(*unit) * width;
-                        let first = units.partition_point(|unit| unit_at(unit) + width <= at);
-                        for from in units[first..].iter().map(unit_at).take_while(|from| *from < end) {
-                            add(from.max(at), (from + width).min(end));
-                        }
-                    }
+                work += size as usize / BYTES_A_UNIT + units.as_ref().map_or(0, Vec::len);
+                if work > MOST_WORK {
+                    return None;
                 }
-                place += (end - at) as usize;
-                at = end;
             }
+            let end = piece.end.min(start + size);
+            let mut add = |from: u64, to: u64| {
+                union.add_bytes(place + (from - at) as usize..place + (to - at) as usize);
+            };
+            match &units {
+                None => add(at, end),
+                Some(units) => {
+                    let unit_at = |unit: &u32| start + u64::from(*unit) * width;
+                    let first = units.partition_point(|unit| unit_at(unit) + width <= at);
+                    for from in units[first..].iter().map(unit_at).take_while(|from| *from < end) {
+                        add(from.max(at), (from + width).min(end));
+                    }
+                }
+            }
+            place += (end - at) as usize;
+            at = end;
         }
-        let mut patch = Vec::new();
-        union.all().patch(packed, &mut patch).then_some(patch)
     }
+    let mut patch = Vec::new();
+    union.all().patch(packed, &mut patch).then_some(patch)
 }
 
 #[cfg(test)]
@@ -160,7 +156,7 @@ mod tests {
             let base = rng.usize(..newest);
             let since = log.since(Version(base as u64), Version(newest as u64)).unwrap();
             let (mut made, packed) = (of(&versions[base]), of(&versions[newest]));
-            if let Some(patch) = since.patch_packed(&partition, &parts, &packed) {
+            if let Some(patch) = patch_packed(&since, &partition, &parts, &packed) {
                 assert!(patch.len() < packed.len(), "round {round}");
                 Changed::apply(&patch, &mut made).unwrap();
                 assert!(made == packed, "round {round}: {parts:?}");
@@ -193,7 +189,7 @@ mod tests {
         log.publish(Version(1), Some(changes));
         let since = log.since(Version(0), Version(1)).unwrap();
         let one = Strided { start: 0, run: 4, stride: u64::from(MIN_BLOCK_SIZE), count: 8 };
-        let patch = |times: usize| since.patch_packed(&partition, &vec![one; times], &vec![0; 32 * times]);
+        let patch = |times: usize| patch_packed(&since, &partition, &vec![one; times], &vec![0; 32 * times]);
         assert_eq!(patch(10).map(|patch| patch.len()), Some(Changed::NOTHING_BYTES));
         assert_eq!(patch(4096), None);
     }

@@ -19,6 +19,7 @@ use super::{Partition, PartitionState};
 use crate::coordinator::NOBODY;
 use crate::partition::brought::{Laid, Part, Sizes};
 use crate::partition::executor::{Batch, Pass};
+use crate::partition::store::pieces;
 
 impl Partition {
     /// A place for a part, or what has come of it.
@@ -35,7 +36,7 @@ impl Partition {
         &self,
         part: &Part,
         epoch: Epoch,
-        (pieces, patched, payload): (&[Strided], Option<(Version, u32)>, &[u8]),
+        (parts, patched, payload): (&[Strided], Option<(Version, u32)>, &[u8]),
     ) -> Result<(), Refusal> {
         if self.epoch != epoch {
             return Err(Refusal::Epoch { expected: self.epoch, got: epoch });
@@ -43,7 +44,7 @@ impl Partition {
         let made = patched.map(|(base, crc)| {
             let refused = || Refusal::NoVersion { wanted: base, newest: self.progress().0 };
             let base = self.store.version(base).ok_or_else(refused)?;
-            let mut made = base.packed(self.model_bytes, pieces)?;
+            let mut made = pieces::packed(&base, self.model_bytes, parts)?;
             let is_right = Changed::apply(payload, &mut made).is_ok() && crc32c(&made) == crc;
             is_right.then_some(made).ok_or_else(refused)
         });
@@ -51,7 +52,7 @@ impl Partition {
         let packed = made.as_deref().unwrap_or(payload);
         let (layout, partition) = (self.layout(), self.store.partition());
         let sizes = Sizes { model: self.model_bytes, block: layout.block_size().into(), part: layout.size() };
-        part.keep(sizes, |block| partition.local(block), (pieces, packed))?;
+        part.keep(sizes, |block| partition.local(block), (parts, packed))?;
         self.store.tally().moved(Flow::Push, payload.len());
         self.store.tally().copied(Flow::Push, packed.len());
         Ok(())
