@@ -100,9 +100,9 @@ def test_each_open_of_publish_is_a_publication_of_its_own(mounted):
     assert os.fstat(fds[0]).st_ino != os.fstat(fds[1]).st_ino
     assert all(os.fstat(fd).st_size == SIZE for fd in fds)
     os.pwrite(fds[0], filled(mount, 1), 0)
-    os.pwrite(fds[1], f32(5), 4)
     os.close(fds[0])
     assert mount.version() == 1 and (array(mount.model / "weights") == 1).all()
+    os.pwrite(fds[1], f32(5), 4)
     os.close(fds[1])
     assert mount.version() == 2 and array(mount.model / "weights")[:3].tolist() == [1, 5, 1]
     # The same one cannot be opened twice: the second program would not know whose bytes count.
