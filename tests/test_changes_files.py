@@ -143,6 +143,8 @@ def test_changes_are_those_since_the_version_before_whoever_publishes_meanwhile(
         os.pwrite(fd, data[:half], 0)
         between = change(mount, version)
         os.pwrite(fd, data[half:], half)
+        fails(errno.EBUSY, os.fsync, fd)
+        os.pwrite(fd, data, 0)
         os.close(fd)
         mount.wait_for_version(version)
         check_sparse(mount, changes(mount, version, version - 1), between, bytes(data))
