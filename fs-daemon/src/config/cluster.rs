@@ -500,6 +500,13 @@ impl RegistryConfig {
     pub fn merge(layers: &[Layer]) -> Result<RegistryConfig, Error> {
         let ListenArgs { listen, insecure } = merged(layers)?;
         let RegistryStateArgs { registry_state: state } = merged(layers)?;
+        let named = strongest(layers, "registry").filter(|(origin, _)| origin.starts_with("--"));
+        if let (Some((origin, _)), Some(RegistryAt::Process(at))) = (named, registry(layers)?) {
+            let message = format!(
+                "{origin} {at}: gradfs registry serves the table itself, or passes on what is in an etcd"
+            );
+            return Err(Error::usage(message).hint("leave it out, or name an etcd: --registry etcd://a:2379"));
+        }
         // A file for all hosts names this process itself.
         let registry = registry(layers)?.filter(|registry| registry.process().is_none());
         if let (Some(at), Some(_)) = (&registry, &state) {

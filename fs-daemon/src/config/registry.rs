@@ -13,7 +13,7 @@ pub enum RegistryAt {
     /// A process serves it.
     Process(Endpoint),
     /// It is in an etcd.
-    Etcd(EtcdUrl),
+    Etcd(Box<EtcdUrl>),
 }
 
 impl RegistryAt {
@@ -29,7 +29,7 @@ impl RegistryAt {
             Error::usage(error.to_string())
                 .hint("write etcd://a:2379,b:2379,c:2379, with /PREFIX for more than one cluster")
         };
-        EtcdUrl::parse(text).map(RegistryAt::Etcd).map_err(wrong)
+        EtcdUrl::parse(text).map(Box::new).map(RegistryAt::Etcd).map_err(wrong)
     }
 
     /// Where a process serves it, if one does.

@@ -17,7 +17,7 @@ const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The registry's table, if it is in this process, or the way to it.
 pub(super) enum Directory {
-    Here(Table),
+    Here(Box<Table>),
     Elsewhere { at: String, registry: Arc<dyn Registry>, passes_on: bool },
 }
 
@@ -36,7 +36,7 @@ impl Directory {
         }
         let state = options.registry_state.as_deref();
         let failed = |error| ServerError::State { path: state.map(PathBuf::from).unwrap_or_default(), error };
-        Table::new(state).map(Directory::Here).map_err(failed)
+        Table::new(state).map(Box::new).map(Directory::Here).map_err(failed)
     }
 
     pub(super) fn name(&self) -> &str {

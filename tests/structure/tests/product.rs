@@ -106,7 +106,11 @@ fn no_files_import_each_other_in_a_circle(crates: &Crates) {
     for (root, of) in crates {
         let arrows = circles::arrows(of);
         let files: BTreeSet<_> = of.modules.iter().map(|module| &module.file).collect();
-        assert!(2 * arrows.len() > files.len(), "{root}: hardly any file imports another");
+        // A crate of few files may have one tree of them.
+        assert!(
+            files.len() < 10 || 2 * arrows.len() > files.len(),
+            "{root}: hardly any file imports another"
+        );
         assert_eq!(circles::circles(&arrows), [], "{root}");
     }
 }

@@ -200,7 +200,6 @@ fn wrong_words_are_refused_with_exit_code_2() {
         "registry --checksum off",
         "mount /mnt --rdma-polling never",
         "create m --reducer SGD2",
-        "registry --registry node1",
         "status node1 node2",
         "drain node1 node2",
         "drain 1 --cancel --hold 3",

@@ -344,6 +344,10 @@ fn a_registry_in_etcd_is_named_by_its_members() {
     let of_process = file("registry = 'node1'\nlisten = 'node1'\nregistry_state = 'state'");
     let config = RegistryConfig::merge(&[of_process]).unwrap();
     assert_eq!((config.registry, config.state), (None, Some("/etc/state".into())));
+    let process = flags(&[("listen", "node1"), ("registry", "node2")]);
+    assert!(
+        said(RegistryConfig::merge(&[process])).starts_with("--registry node2:7070: gradfs registry serves")
+    );
     for (bad, why) in
         [("etcd://", "no host:port"), ("etcd://u:p@a", "GRADFS_ETCD_USER"), ("etcd://a:x", "no number")]
     {
