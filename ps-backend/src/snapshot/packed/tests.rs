@@ -122,7 +122,7 @@ fn what_has_not_changed_is_not_written_again_and_stays_when_its_snapshot_goes() 
     fs::write(dir.path().join("packs/0000000000000009-0-00000"), "of a snapshot that did not get to its end")
         .unwrap();
     shelf.collect(Keep { newest: 1, every: Duration::ZERO }).unwrap();
-    assert_eq!(shelf.names().unwrap(), [second.clone()]);
+    assert_eq!(shelf.names().unwrap(), *std::slice::from_ref(&second));
     check(&shelf, &second, &contents, &head);
     assert!(!dir.path().join("packs/0000000000000009-0-00000").exists());
 }
