@@ -80,8 +80,8 @@ pub struct ModelioVersion {
 }
 
 /// Connects to a model without a mount. `url` is "gradfs://HOST[:PORT]/MODEL", the place of the registry and the model's
-/// name; the port is 7070 if none is given. Or "etcd://A:2379,B:2379[/PREFIX]/MODEL", if the registry is in an etcd. Returns
-/// when a first version is here.
+/// name; the port is 7070 if none is given. It is "etcd://A:2379,B:2379[/PREFIX]/MODEL" if the registry is in an
+/// etcd. Returns when a first version is here.
 ///
 /// -EINVAL for another URL, -ENOENT for no such model, -EHOSTUNREACH if nobody answers there, -EPROTONOSUPPORT if its
 /// shards cannot be reached by `transport`.
