@@ -246,9 +246,7 @@ int modelio_all_reduce(modelio_handle handle, const char *op, double *values, si
 
  `url` is a string; `options` is NULL or points to options; `model` points to a handle.
  */
-int modelio_connect(const char *url,
-                    const struct modelio_options *options,
-                    modelio_handle *model);
+int modelio_connect(const char *url, const struct modelio_options *options, modelio_handle *model);
 
 /*
  Waits until there is a version newer than `newer_than`, and stores its number. Weights that are opened then are of it, or
