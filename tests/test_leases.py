@@ -401,10 +401,12 @@ wait()
 
 
 def test_the_first_step_of_a_process_that_has_opened_weights_may_take_longer_than_the_lease(start_mount, shards):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=1, patience=600)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=600, patience=600)
     places = [mount.join(name) for name in ("slow", "killed", "b")]
     slow, dies = (program(READER, place) for place in places[:2])
     assert [hear(one) for one in (slow, dies)] == ["open"] * 2
+    # The programs may take a while to start.
+    mount.control("lease", 1)
     mount.contribute(filled(mount, 10), learner="b")
     time.sleep(3)
     assert all(place.exists() for place in places), "they compute their first gradients"
