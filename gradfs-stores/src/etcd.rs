@@ -19,7 +19,7 @@ use self::rpc::{Compare, DeleteRangeRequest, Member, PutRequest, RangeRequest, R
 use crate::runtime;
 pub use url::{Credentials, EtcdUrl};
 
-/// What a comparison says, in etcd's numbers.
+/// The comparison of a guard, in etcd's numbers.
 const EQUAL: i32 = 0;
 const MOD_REVISION: i32 = 2;
 /// The pause after all members have failed.
@@ -36,7 +36,7 @@ pub enum EtcdError {
     Url {
         /// The URL, without a password.
         url: String,
-        /// What is wrong with it.
+        /// The fault.
         why: String,
     },
     /// A setting is missing, or wrong.
@@ -45,15 +45,15 @@ pub enum EtcdError {
     /// etcd answers, and does not do it: another try would fail, too.
     #[error("etcd at {members} refuses: {why}")]
     Refused {
-        /// Its members.
+        /// The members of the etcd.
         members: String,
-        /// What it says, and what to do.
+        /// The reason, and what to do.
         why: String,
     },
     /// No member did it before the deadline. It is unknown whether a write took effect.
     #[error("etcd at {members} does not answer: {why}")]
     Unavailable {
-        /// Its members.
+        /// The members of the etcd.
         members: String,
         /// Why not, and what to do.
         why: String,
@@ -376,6 +376,3 @@ impl From<rpc::KeyValue> for Entry {
         Entry { key: String::from_utf8_lossy(&key).into_owned(), value, revision, lease }
     }
 }
-
-#[cfg(test)]
-mod tests;

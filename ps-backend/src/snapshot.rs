@@ -195,6 +195,20 @@ pub trait Source {
     ) -> Result<(), SnapshotError>;
 }
 
+/// Gives `sink` pieces that are read one by one into the same buffer.
+fn send_each(
+    wanted: &mut dyn Iterator<Item = Piece>,
+    sink: &mut dyn Sink,
+    read: &mut dyn FnMut(Piece, &mut Vec<u8>) -> Result<(), SnapshotError>,
+) -> Result<(), SnapshotError> {
+    let mut bytes = Vec::new();
+    for piece in wanted {
+        read(piece, &mut bytes)?;
+        sink.take(piece, &bytes)?;
+    }
+    Ok(())
+}
+
 /// Something that takes a snapshot.
 pub trait Sink {
     /// Takes a piece. Without bytes, optimizer state is zero.

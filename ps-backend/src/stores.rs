@@ -3,7 +3,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `directory` | objects as files of a directory, on its disk when a call returns |
-//! | `bucket` | objects of S3, GCS, Azure, or of this process's memory, by the crate `object_store` |
+//! | `bucket` | objects of S3, GCS or Azure, by the crate `object_store` |
 //!
 //! An object is there as a whole or not at all. Calls block, and every wait in them has a deadline.
 
@@ -13,8 +13,6 @@ mod directory;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-use object_store::memory::InMemory;
 
 pub use bucket::Bucket;
 pub use directory::Directory;
@@ -31,7 +29,7 @@ pub enum StoreError {
     Url {
         /// The address.
         url: String,
-        /// What is wrong with it.
+        /// The fault.
         why: String,
     },
     /// There is no such object.
@@ -125,8 +123,8 @@ pub fn path_of(text: &str) -> Option<PathBuf> {
     }
 }
 
-/// Opens the store at an address: `file:///absolute/path`, a path, `s3://bucket/prefix`, `gs://bucket/prefix`,
-/// `az://container/prefix`, or `memory:///`. Credentials are those of the environment, by the names that the tools of each
+/// Opens the store at an address: `file:///absolute/path`, a path, `s3://bucket/prefix`, `gs://bucket/prefix`
+/// or `az://container/prefix`. Credentials are those of the environment, by the names that the tools of each
 /// vendor use (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME`).
 /// Nothing is asked of the store yet.
 ///
@@ -138,9 +136,6 @@ pub fn open(url: &str) -> Result<Arc<dyn Objects>, StoreError> {
             Err(StoreError::Url { url: url.to_owned(), why: "a file:// address has an absolute path".into() })
         }
         Some(path) => Ok(Arc::new(Directory::new(&absolute(&path)))),
-        None if url.starts_with("memory://") => {
-            Ok(Arc::new(Bucket::new(url.to_owned(), Arc::new(InMemory::new()), Default::default())))
-        }
         None => Ok(Arc::new(Bucket::open(url)?)),
     }
 }

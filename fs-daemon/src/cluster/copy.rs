@@ -26,7 +26,7 @@ pub fn run(from: &RegistryAt, to: &RegistryAt) -> Result<(), Error> {
     let (mut owning, mut failed) = (BTreeSet::new(), Vec::new());
     for name in &names {
         let record = match source.model(name, deadline()) {
-            // It was deleted meanwhile.
+            // The model was deleted meanwhile.
             Err(RegistryError::NoModel(_)) => continue,
             outcome => outcome.map_err(of_source)?,
         };

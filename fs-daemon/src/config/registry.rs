@@ -12,7 +12,7 @@ use crate::error::Error;
 pub enum RegistryAt {
     /// A process serves it.
     Process(Endpoint),
-    /// It is in an etcd.
+    /// The registry is in an etcd.
     Etcd(Box<EtcdUrl>),
 }
 

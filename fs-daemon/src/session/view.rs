@@ -51,7 +51,7 @@ impl ViewMaker {
         let (model, maker) = ViewMaker::begin(&source, name, plan, None, keeps)?;
         let of_view = Arc::downgrade(&model);
         source.job.subscribe(Box::new(move |event| match event {
-            // Its readers are those of the model.
+            // The readers of the view are those of the model.
             Event::Readers => of_view.upgrade().iter().for_each(|view| view.job.tell(event)),
             Event::Published(_) | Event::Left(..) => maker.wake(),
         }));

@@ -9,7 +9,7 @@ use libmodelio::vocabulary::shard_error::ShardError;
 /// New weights: the client that writes them, and its token for them.
 pub(super) type Written = (ClientId, u64);
 
-/// The most that are remembered. Programs may begin weights and never end them.
+/// The most that are remembered. Programs may begin weights and never end them: of those, a client's oldest is forgotten.
 const MOST: usize = 1024;
 
 /// New weights that are being written, each with those that were done since it was begun.
@@ -19,9 +19,10 @@ pub(super) struct WeightWriters(BTreeMap<Written, Option<Written>>);
 impl WeightWriters {
     /// A client has begun new weights.
     pub(super) fn begin(&mut self, written: Written) {
-        if self.0.len() < MOST {
-            self.0.insert(written, None);
+        if self.0.len() >= MOST {
+            self.0.pop_first();
         }
+        self.0.insert(written, None);
     }
 
     /// New weights are to be published, at a job of this version.
@@ -82,6 +83,16 @@ mod tests {
         writers.publish(B, Version(3)).unwrap();
         writers.begin(B);
         writers.publish(B, Version(4)).unwrap();
+    }
+
+    #[test]
+    fn weights_that_are_never_ended_keep_no_others_from_being_watched() {
+        let mut writers = WeightWriters::default();
+        (0..2 * MOST as u64).for_each(|token| writers.begin((A.0, token)));
+        assert_eq!(writers.0.len(), MOST);
+        writers.begin(B);
+        writers.publish((A.0, 2 * MOST as u64 - 1), Version(3)).unwrap();
+        writers.publish(B, Version(3)).unwrap_err();
     }
 
     #[test]

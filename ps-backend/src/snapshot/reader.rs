@@ -14,7 +14,7 @@ use super::checked::{open, verify};
 use super::directory::own_name;
 use super::files::{Extent, Extents, MANIFEST, OPTIMIZER, StateTensor, state_tensors};
 use super::manifest::Manifest;
-use super::{Head, Piece, Sink, SnapshotError, Source};
+use super::{Head, Piece, Sink, SnapshotError, Source, send_each};
 use crate::partition::store::kept_range;
 
 /// How often a directory is opened whose snapshot is replaced meanwhile.
@@ -205,11 +205,6 @@ impl Source for Reader {
         wanted: &mut dyn Iterator<Item = Piece>,
         sink: &mut dyn Sink,
     ) -> Result<(), SnapshotError> {
-        let mut bytes = Vec::new();
-        for piece in wanted {
-            self.piece(piece, &mut bytes)?;
-            sink.take(piece, &bytes)?;
-        }
-        Ok(())
+        send_each(wanted, sink, &mut |piece, bytes| self.piece(piece, bytes))
     }
 }

@@ -45,9 +45,9 @@ impl Bucket {
     pub fn open(url: &str) -> Result<Bucket, StoreError> {
         choose_cryptography();
         let bad = |why: String| StoreError::Url { url: url.to_owned(), why };
+        let unknown = || bad("a path, file://, s3://, gs:// or az:// is expected".into());
         let parsed = url::Url::parse(url).map_err(|error| bad(error.to_string()))?;
-        let (scheme, folder) = ObjectStoreScheme::parse(&parsed)
-            .map_err(|_| bad("a path, file://, s3://, gs:// or az:// is expected".into()))?;
+        let (scheme, folder) = ObjectStoreScheme::parse(&parsed).map_err(|_| unknown())?;
         let retry = RetryConfig { retry_timeout: RETRIES, ..RetryConfig::default() };
         let store: Result<Arc<dyn ObjectStore>, Error> = match scheme {
             ObjectStoreScheme::AmazonS3 => AmazonS3Builder::from_env()
@@ -65,7 +65,7 @@ impl Bucket {
                 .with_retry(retry)
                 .build()
                 .map(|made| Arc::new(made) as _),
-            _ => return Err(bad("a path, file://, s3://, gs:// or az:// is expected".into())),
+            _ => return Err(unknown()),
         };
         Ok(Bucket::new(url.to_owned(), store.map_err(|error| bad(error.to_string()))?, folder))
     }

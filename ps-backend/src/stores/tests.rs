@@ -2,12 +2,15 @@
 
 use std::sync::Arc;
 
-use super::{Directory, Existing, Listed, Objects, StoreError, is_url, open, path_of};
+use object_store::memory::InMemory;
+
+use super::{Bucket, Directory, Existing, Listed, Objects, StoreError, is_url, open, path_of};
 
 fn stores() -> (tempfile::TempDir, Vec<Arc<dyn Objects>>) {
     let dir = tempfile::tempdir().unwrap();
     let directory: Arc<dyn Objects> = Arc::new(Directory::new(&dir.path().join("deep/er")));
-    (dir, vec![directory, open("memory:///").unwrap()])
+    let memory = Bucket::new("memory:///".into(), Arc::new(InMemory::new()), Default::default());
+    (dir, vec![directory, Arc::new(memory)])
 }
 
 #[test]
@@ -69,7 +72,7 @@ fn addresses_say_which_store_they_mean() {
     assert_eq!(path_of("file:///x/y"), Some("/x/y".into()));
     assert_eq!(path_of("x"), Some("x".into()));
     assert_eq!(path_of("s3://x"), None);
-    for bad in ["ftp://host/x", "file://relative", "http://host/x"] {
+    for bad in ["ftp://host/x", "file://relative", "http://host/x", "memory:///"] {
         let why = open(bad).unwrap_err().to_string();
         assert!(why.contains(bad), "{why}");
     }

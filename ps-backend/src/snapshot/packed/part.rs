@@ -52,7 +52,8 @@ pub fn write_part<'a>(
                 let Some(pack) = next else { return Ok(()) };
                 let name = format!("{name}-{:05}", pack.number);
                 let bytes: Vec<&[u8]> = pack.pieces.iter().map(|(_, bytes, _)| *bytes).collect();
-                store.put(&name, &bytes, Existing::Kept)?;
+                // No other pack has its name, so it may travel in parts, which takes no condition.
+                store.put(&name, &bytes, Existing::Replaced)?;
                 let len = bytes.iter().map(|bytes| bytes.len() as u64).sum();
                 written_here.lock().add(&Pack { name, bytes: len }, &pack.pieces);
                 done(len)?;

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::description::Description;
 use super::places::{Place, hash_of};
 use crate::partition::store::kept_range;
-use crate::snapshot::{Head, Piece, Sink, SnapshotError, Source};
+use crate::snapshot::{Head, Piece, Sink, SnapshotError, Source, send_each};
 use crate::stores::Objects;
 
 /// What is read at once. A request to an object store costs a round trip.
@@ -45,6 +45,8 @@ pub struct PackedReader {
     layout: ModelLayout,
     extents: BTreeMap<DataKind, Vec<Extent>>,
     windows: Mutex<VecDeque<Arc<Window>>>,
+    /// Held while a window is read, so that nobody reads it a second time.
+    reading: Mutex<()>,
 }
 
 impl PackedReader {
@@ -68,7 +70,14 @@ impl PackedReader {
             let bytes = kept_range(&stored, piece.0, piece.1);
             extents.entry(piece.1).or_default().push(Extent { bytes, piece });
         }
-        Ok(PackedReader { store, description, layout, extents, windows: Mutex::default() })
+        Ok(PackedReader {
+            store,
+            description,
+            layout,
+            extents,
+            windows: Mutex::default(),
+            reading: Mutex::new(()),
+        })
     }
 
     /// The subject of the snapshot.
@@ -139,8 +148,13 @@ impl PackedReader {
             let all = window.start..window.start + window.bytes.len() as u64;
             window.kind == *kind && all.contains(&bytes.start) && bytes.end <= all.end
         };
-        if let Some(found) = self.windows.lock().iter().find(has) {
-            return Ok(Arc::clone(found));
+        let known = || self.windows.lock().iter().find(has).cloned();
+        if let Some(found) = known() {
+            return Ok(found);
+        }
+        let _reading = self.reading.lock();
+        if let Some(found) = known() {
+            return Ok(found);
         }
         let fetched = Arc::new(self.fetch(&extents[window(extents, at)])?);
         let mut windows = self.windows.lock();
@@ -224,11 +238,6 @@ impl Source for PackedReader {
         wanted: &mut dyn Iterator<Item = Piece>,
         sink: &mut dyn Sink,
     ) -> Result<(), SnapshotError> {
-        let mut bytes = Vec::new();
-        for piece in wanted {
-            self.piece(piece, &mut bytes)?;
-            sink.take(piece, &bytes)?;
-        }
-        Ok(())
+        send_each(wanted, sink, &mut |piece, bytes| self.piece(piece, bytes))
     }
 }

@@ -17,9 +17,9 @@ const PACKS: &str = "packs";
 /// Which snapshots stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keep {
-    /// So many of the newest ones.
+    /// The number of the newest ones that stay.
     pub newest: usize,
-    /// And the first of each such time, of zero: none.
+    /// The first one of each span of this length stays, too. If it is zero, there are no spans.
     pub every: Duration,
 }
 
