@@ -199,7 +199,7 @@ pub trait Source {
 fn send_each(
     wanted: &mut dyn Iterator<Item = Piece>,
     sink: &mut dyn Sink,
-    read: &mut dyn FnMut(Piece, &mut Vec<u8>) -> Result<(), SnapshotError>,
+    mut read: impl FnMut(Piece, &mut Vec<u8>) -> Result<(), SnapshotError>,
 ) -> Result<(), SnapshotError> {
     let mut bytes = Vec::new();
     for piece in wanted {

@@ -205,6 +205,6 @@ impl Source for Reader {
         wanted: &mut dyn Iterator<Item = Piece>,
         sink: &mut dyn Sink,
     ) -> Result<(), SnapshotError> {
-        send_each(wanted, sink, &mut |piece, bytes| self.piece(piece, bytes))
+        send_each(wanted, sink, |piece, bytes| self.piece(piece, bytes))
     }
 }
