@@ -230,6 +230,25 @@ def test_a_missing_part_is_named_and_nothing_is_shown(job):
     holds(whole, new(1))
 
 
+def test_a_set_can_have_a_deadline_of_its_own(job):
+    _, whole, apart = job
+    views = ranks_of([whole, apart], 2)
+    cut = parts(views, new(1))
+    for wrong in ("step-1 never", "step-1 0", "step-1 1 2", "step/1 1"):
+        with raises(22):
+            (views[0] / "set").write_text(wrong)
+        assert "set" in why(whole)
+    with raises(110):
+        publish(views[0], "step-1 0.5", cut[0])
+    assert 'set "step-1" lacks part 1 of 2' in why(whole)
+    assert (views[0] / "set").read_text() == "step-1 0.5\n"
+    # Which seconds a rank gives does not make it another set.
+    first = Part(views[0], f"step-1 {HANGS}", cut[0])
+    publish(views[1], "step-1", cut[1])
+    assert first.outcome() is None
+    holds(whole, new(1))
+
+
 def test_of_two_sets_at_once_one_is_refused(job):
     _, whole, apart = job
     views = ranks_of([whole, apart], 2)

@@ -1,14 +1,17 @@
 //! A view that is written: its bytes are one part of new weights of its model. The part names its set, and the parts of a
 //! set become a version together.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use libmodelio::client::{Job, PartError};
 use libmodelio::contributor::ContributeError;
 use libmodelio::explained::detail;
 use libmodelio::publisher::Publisher;
 use libmodelio::view::{self, Share, ViewPlan};
+use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::members::{is_learner_name, wrong_set_name};
 use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::shard_error::ShardError;
@@ -19,12 +22,26 @@ use super::error::{CallError, CallResult, Done};
 use super::view::not_sent;
 use crate::own_thread::on_own_thread;
 
+/// A set by its name, and how long this part waits for the others, if that is not `control/timeout`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NamedSet {
+    name: String,
+    timeout: Option<Duration>,
+}
+
+impl fmt::Display for NamedSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.name)?;
+        self.timeout.map_or(Ok(()), |timeout| write!(f, " {}", timeout.as_secs_f64()))
+    }
+}
+
 /// How a view is written.
 pub struct WrittenView {
     source: Weak<Job>,
     plan: Arc<ViewPlan>,
     /// The set of the next part, once it is named.
-    set: Mutex<Option<String>>,
+    set: Mutex<Option<NamedSet>>,
     /// Whether a part is being published.
     under_way: AtomicBool,
 }
@@ -69,7 +86,7 @@ impl WrittenView {
         self.plan.share().ok_or_else(|| invalid(what))
     }
 
-    /// The name of the next part's set, as the file shows it.
+    /// The next part's set, as the file shows it.
     pub fn set(&self) -> String {
         self.set.lock().as_ref().map_or_else(String::new, |set| format!("{set}\n"))
     }
@@ -77,11 +94,17 @@ impl WrittenView {
     /// The set that a text names.
     ///
     /// # Errors
-    /// EINVAL for a wrong name, and for a view that cannot be published.
-    pub fn read_set(&self, text: &[u8]) -> CallResult<String> {
+    /// EINVAL for a wrong name or number of seconds, and for a view that cannot be published.
+    pub fn read_set(&self, text: &[u8]) -> CallResult<NamedSet> {
         self.share()?;
-        let name = std::str::from_utf8(text).map_err(|_| invalid("set: not text"))?.trim();
-        if is_learner_name(name) { Ok(name.to_owned()) } else { Err(invalid(wrong_set_name(name))) }
+        let text = std::str::from_utf8(text).map_err(|_| invalid("set: not text"))?.trim();
+        let (name, seconds) = text.split_once(' ').map_or((text, None), |(name, rest)| (name, Some(rest)));
+        if !is_learner_name(name) {
+            return Err(invalid(wrong_set_name(name)));
+        }
+        let read = |seconds| Controls::default().with("timeout", seconds);
+        let timeout = seconds.map(read).transpose().map_err(|error| invalid(format!("set: {error}")))?;
+        Ok(NamedSet { name: name.to_owned(), timeout: timeout.map(|read| read.timeout) })
     }
 
     /// The next part is one of this set.
@@ -113,9 +136,10 @@ impl WrittenView {
         if self.under_way.swap(true, Ordering::AcqRel) {
             return Err(CallError::new(libc::EBUSY, "this view's part is being published"));
         }
-        let (name, timeout) = (source.name_part(), source.controls().timeout);
+        let timeout = set.timeout.unwrap_or_else(|| source.controls().timeout);
+        let name = source.name_part();
         let goes_on = || !publisher.is_withdrawn();
-        let part_of = PartOf { set: set.clone(), number: part, of, all };
+        let part_of = PartOf { set: set.name.clone(), number: part, of, all };
         let published = publisher.commit_part(timeout, |bytes, newest| {
             let newest = newest.filter(|_| source.controls().delta);
             let pieces = (view::inverse(&self.plan), bytes, newest);

@@ -387,8 +387,9 @@ impl PartitionStore {
         if !ahead.is_of(buffer, base) {
             return None;
         }
+        let makes_checksums = inner.changes.makes_checksums();
         let base = PinnedVersion::of(&self.shared, inner, Some(base))?;
-        Some(Comparison { ahead, base, memory, blocks: blocks.into() })
+        Some(Comparison { ahead, base, memory, makes_checksums, blocks: blocks.into() })
     }
 
     /// New weights in this buffer are written again: nothing that was found of them counts.

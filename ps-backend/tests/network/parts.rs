@@ -5,9 +5,11 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
+use libmodelio::bytes::changes::Changed;
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::client::{Event, wait_for};
 use libmodelio::transport::reactor::Choice;
-use libmodelio::vocabulary::ids::{Generation, Version};
+use libmodelio::vocabulary::ids::{ClientId, Generation, Version};
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::strided::Strided;
 use libmodelio::wire::{Message, Refusal};
@@ -151,5 +153,34 @@ fn a_shard_refuses_pieces_that_are_not_its_own() {
     let other = Message::ReadParts { generation, version, base: None, parts: vec![outside] };
     let other = peer.request(&other, &[], Instant::now() + LONG);
     assert!(matches!(other, Err(AdminError::Refusal(Refusal::NoModel(_)))), "{other:?}");
+    world.serves();
+}
+
+#[test]
+fn a_shard_keeps_no_piece_that_a_patch_does_not_make() {
+    let world = World::new(1, BYTES, SETTINGS, Way::Tcp(Choice::Auto));
+    let address = world.address_of(world.record.coordinator);
+    let mut peer = AdminPeer::connect(&address, Instant::now() + LONG).unwrap();
+    let (generation, epoch) = (world.record.generation, world.record.epoch);
+    let piece = Strided::contiguous(8..1008);
+    let (old, mut new) = ([0; 1000], [0; 1000]);
+    new[400] = 1;
+    let mut patch = Vec::new();
+    assert!(Changed::between(&old, &new, 4).patch(&new, &mut patch));
+    let mut write = |base: u64, crc: u32, payload: &[u8]| {
+        let (client, patched, parts) = (ClientId(815), Some((Version(base), crc)), vec![piece]);
+        let write = Message::WritePart { generation, epoch, client, token: 1, patched, parts };
+        peer.request(&write, payload, Instant::now() + LONG)
+    };
+    let refused = |answer: Result<(Message, Vec<u8>), AdminError>| {
+        assert!(matches!(answer, Err(AdminError::Refusal(Refusal::NoVersion { .. }))), "{answer:?}");
+    };
+    let right = crc32c(&new);
+    refused(write(0, right ^ 1, &patch));
+    refused(write(0, right, &patch[..patch.len() - 1]));
+    refused(write(0, right, &[0xff; 40]));
+    refused(write(9, right, &patch));
+    // The connection is as good as before, and so is the part.
+    assert!(matches!(write(0, right, &patch), Ok((Message::Done, _))));
     world.serves();
 }

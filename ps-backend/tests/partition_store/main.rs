@@ -7,6 +7,7 @@ mod device_kernels;
 mod device_rules;
 mod doubles;
 mod driver;
+mod following;
 mod groups;
 mod in_place;
 mod layerwise;

@@ -253,3 +253,25 @@ fn ask_shard<'a>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_count_only_with_the_checksum_that_the_shard_gives() {
+        let ask = Ask { parts: Vec::new(), places: vec![0..600, 1000..1400], bytes: 1000 };
+        let (out, old, mut new, mut patch) = ([7; 1400], [7; 1000], [7; 1000], Vec::new());
+        new[700] = 1;
+        assert!(Changed::between(&old, &new, 1).patch(&new, &mut patch));
+        assert_eq!(patched_pieces(&ask, &out, (&patch, crc32c(&new))).unwrap(), new);
+        for (out, patch, crc) in [
+            (out, &patch[..], crc32c(&new) ^ 1),
+            ([6; 1400], &patch, crc32c(&new)),
+            (out, &patch[1..], crc32c(&new)),
+        ] {
+            let pieces = patched_pieces(&ask, &out, (patch, crc));
+            assert!(matches!(pieces, Err(PartsError::NotPatched)), "{pieces:?}");
+        }
+    }
+}

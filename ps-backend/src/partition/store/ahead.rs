@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use libmodelio::bytes::block::span;
 use libmodelio::bytes::changes::Changed;
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::RegionKey;
 use libmodelio::vocabulary::ids::{BlockId, Version};
@@ -15,12 +16,15 @@ use smallvec::SmallVec;
 
 use super::pinned::PinnedVersion;
 
+/// What has changed in a block, and the checksum of its bytes, if it is wanted.
+pub(super) type Compared = (Changed, Option<u32>);
+
 /// What is known of a block.
 #[derive(Debug, Default)]
 enum Found {
     #[default]
     Nothing,
-    Changed(Changed),
+    Changed(Compared),
     /// Whoever makes the version compares the block, or has taken what was found.
     Taken,
 }
@@ -48,9 +52,9 @@ impl Ahead {
     }
 
     /// What was found of a block, if anything was. What is found later does not count.
-    pub(super) fn take(&self, block: BlockId) -> Option<Changed> {
+    pub(super) fn take(&self, block: BlockId) -> Option<Compared> {
         match std::mem::replace(&mut *self.blocks[block.index()].lock(), Found::Taken) {
-            Found::Changed(changed) => Some(changed),
+            Found::Changed(compared) => Some(compared),
             Found::Nothing | Found::Taken => None,
         }
     }
@@ -61,6 +65,8 @@ pub struct Comparison {
     pub(super) ahead: Arc<Ahead>,
     pub(super) base: PinnedVersion,
     pub(super) memory: Arc<Mapping>,
+    /// Whether their checksums are wanted.
+    pub(super) makes_checksums: bool,
     pub(super) blocks: SmallVec<[BlockId; 8]>,
 }
 
@@ -76,9 +82,11 @@ impl Comparison {
             // SAFETY: nobody writes these bytes, or what is found is forgotten.
             let new = unsafe { self.memory.bytes(span(&layout.block_bytes(block))) };
             let changed = Changed::between(self.base.block(block), new, layout.unit(block));
+            // The block is in the cache now.
+            let crc = self.makes_checksums.then(|| crc32c(new));
             let mut found = found.lock();
             if matches!(*found, Found::Nothing) {
-                *found = Found::Changed(changed);
+                *found = Found::Changed((changed, crc));
             }
         }
     }

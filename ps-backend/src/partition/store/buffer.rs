@@ -71,6 +71,11 @@ impl VersionBuffer {
         self.early_readers.load(Ordering::Acquire) > 0
     }
 
+    /// `crc` is the CRC32C of the block's bytes, as they are since [`Self::stamp`].
+    pub(super) fn know(&self, block: BlockId, crc: u32) {
+        self.checksums[block.index()].store(u64::from(crc), Ordering::Relaxed);
+    }
+
     /// The CRC32C of a block of a *published* version, or of an [`EarlyBlock`]. It is computed once as long as the bytes
     /// at `range` stay the same, also across versions. The caller holds a pin.
     pub(super) fn checksum(&self, block: BlockId, range: Range<u64>) -> u32 {

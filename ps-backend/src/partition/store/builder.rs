@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use libmodelio::bytes::block::span;
 use libmodelio::bytes::changes::Changed;
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::bytes::kernels::{self, Input, Operands, Output, Source, Wire};
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::groups::Steps;
@@ -21,7 +22,7 @@ use libmodelio::vocabulary::tensor_steps::{ByteSteps, Treatment};
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, INLINE, Payload, within};
-use super::ahead::Ahead;
+use super::ahead::{Ahead, Compared};
 use super::buffer::{VOID, VersionBuffer};
 use super::changes::VersionChanges;
 use super::coded::CodedBlock;
@@ -312,23 +313,28 @@ impl VersionBuilder {
     }
 
     /// The same of a block of which it may be known what has changed.
-    fn approve_as(&self, block: BlockId, known: Option<Changed>) {
+    fn approve_as(&self, block: BlockId, known: Option<Compared>) {
         self.mark(block, self.version.0);
         if let Some(changes) = &self.changes {
-            changes.set(block, known.unwrap_or_else(|| self.compare(block)));
+            let (changed, crc) = known.unwrap_or_else(|| self.compare(block, changes.makes_checksums));
+            crc.into_iter().for_each(|crc| self.back.know(block, crc));
+            changes.set(block, changed);
         }
     }
 
-    /// What has changed in a block that is built. An optimizer changes all fp32 elements, so they are not compared.
-    fn compare(&self, block: BlockId) -> Changed {
+    /// What has changed in a block that is built, and its checksum, if it is wanted. An optimizer changes all fp32
+    /// elements, so they are not compared.
+    fn compare(&self, block: BlockId, makes_checksum: bool) -> Compared {
         let mut types = self.layout.segments(block).iter().map(|segment| segment.dtype);
         if !self.how.assigns && !types.any(|dtype| dtype.is_narrow()) {
-            return Changed::Whole;
+            return (Changed::Whole, None);
         }
         let range = self.layout.block_bytes(block);
         // SAFETY: the block belongs to this thread, which does not write it meanwhile.
         let new = unsafe { self.back.region.memory().bytes(span(&range)) };
-        Changed::between(self.front.bytes(range), new, self.layout.unit(block))
+        let changed = Changed::between(self.front.bytes(range), new, self.layout.unit(block));
+        // The block is in the cache now.
+        (changed, makes_checksum.then(|| crc32c(new)))
     }
 
     /// Computes `block`. Returns whether all `terms` were finite.

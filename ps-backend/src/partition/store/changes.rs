@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use libmodelio::bytes::block::span;
 use libmodelio::bytes::changes::{Changed, Union};
@@ -14,32 +15,52 @@ use super::pinned::PinnedVersion;
 /// The records of all versions take this share of the model's bytes at most.
 const SHARE: u64 = 10;
 
+/// Somebody is sent patches if one of so many versions before was sent as a patch.
+const LATELY: usize = 2;
+
 /// What has changed in one version. A block that nothing is said of has changed on the whole.
 #[derive(Debug)]
-pub(crate) struct VersionChanges(Box<[Mutex<Changed>]>);
+pub(crate) struct VersionChanges {
+    blocks: Box<[Mutex<Changed>]>,
+    /// Whether a block's checksum is made while the block is compared, and so in the cache. If not, it is made when the
+    /// block's first patch is sent.
+    pub(crate) makes_checksums: bool,
+    /// Whether somebody was sent a patch, which needs the checksum of the block.
+    was_sent: AtomicBool,
+}
 
 impl VersionChanges {
-    pub(crate) fn new(blocks: u32) -> Arc<VersionChanges> {
-        Arc::new(VersionChanges((0..blocks).map(|_| Mutex::new(Changed::Whole)).collect()))
+    pub(crate) fn new(blocks: u32, makes_checksums: bool) -> Arc<VersionChanges> {
+        let blocks = (0..blocks).map(|_| Mutex::new(Changed::Whole)).collect();
+        Arc::new(VersionChanges { blocks, makes_checksums, was_sent: AtomicBool::new(false) })
     }
 
     /// Says what has changed in a block.
     pub(crate) fn set(&self, block: BlockId, changed: Changed) {
-        *self.0[block.index()].lock() = changed;
+        *self.blocks[block.index()].lock() = changed;
     }
 
     /// What has changed in a block. Nobody else asks or says it meanwhile.
     pub(crate) fn of(&self, block: BlockId) -> MutexGuard<'_, Changed> {
-        self.0[block.index()].lock()
+        self.blocks[block.index()].lock()
     }
 
     /// Appends the patch that makes the block from the one before. False if all of it may have changed.
     pub(crate) fn patch(&self, block: BlockId, bytes: &[u8], out: &mut Vec<u8>) -> bool {
-        self.0[block.index()].lock().patch(bytes, out)
+        self.sends(self.of(block).patch(bytes, out), out)
+    }
+
+    /// Somebody is sent this patch, if it `is_known`.
+    fn sends(&self, is_known: bool, patch: &[u8]) -> bool {
+        if is_known && patch.len() > Changed::NOTHING_BYTES {
+            // Relaxed suffices: it is a hint, of which nothing else depends.
+            self.was_sent.store(true, Ordering::Relaxed);
+        }
+        is_known
     }
 
     fn taken(&self) -> u64 {
-        self.0.iter().map(|block| block.lock().taken() as u64).sum()
+        self.blocks.iter().map(|block| block.lock().taken() as u64).sum()
     }
 }
 
@@ -83,7 +104,13 @@ impl ChangeLog {
 
     /// The record of the next version, if one is kept.
     pub(crate) fn next(&self, blocks: u32) -> Option<Arc<VersionChanges>> {
-        self.are_kept().then(|| VersionChanges::new(blocks))
+        self.are_kept().then(|| VersionChanges::new(blocks, self.makes_checksums()))
+    }
+
+    /// Whether the checksums of the next version's blocks are made with them: who follows by patches needs them.
+    pub(crate) fn makes_checksums(&self) -> bool {
+        let mut lately = self.records.iter().rev().take(LATELY);
+        lately.any(|of| of.changes.was_sent.load(Ordering::Relaxed))
     }
 
     /// A version is published. `changes` say what has changed since the number before it, if anybody knows.
@@ -151,7 +178,7 @@ impl Since {
     /// # Panics
     /// If the partition has no such block.
     pub fn is_same(&self, block: BlockId) -> bool {
-        self.records.iter().all(|record| *record.0[block.index()].lock() == Changed::Nothing)
+        self.records.iter().all(|record| *record.of(block) == Changed::Nothing)
     }
 
     /// What has changed in a block of the partition.
@@ -160,7 +187,7 @@ impl Since {
     /// If the partition has no such block.
     pub fn changed(&self, layout: &ModelLayout, block: BlockId) -> Changed {
         match &self.records[..] {
-            [record] => record.0[block.index()].lock().clone(),
+            [record] => record.of(block).clone(),
             records => union_of(records, layout, block),
         }
     }
@@ -179,7 +206,11 @@ impl Since {
         let (bytes, mut patch) = (pinned.block(block), Vec::new());
         let is_known = match &self.records[..] {
             [record] => record.patch(block, bytes, &mut patch),
-            records => union_of(records, layout, block).patch(bytes, &mut patch),
+            [.., newest] => {
+                let is_known = union_of(&self.records, layout, block).patch(bytes, &mut patch);
+                newest.sends(is_known, &patch)
+            }
+            [] => false,
         };
         let changes = patch.len() > Changed::NOTHING_BYTES;
         is_known.then(|| (patch, changes.then(|| pinned.checksum(block))))
@@ -189,7 +220,7 @@ impl Since {
 /// What has changed in a block in all of these versions.
 fn union_of(records: &[Arc<VersionChanges>], layout: &ModelLayout, block: BlockId) -> Changed {
     let mut union = Union::new(span(&layout.block_bytes(block)).len(), layout.unit(block));
-    records.iter().for_each(|record| union.add(&record.0[block.index()].lock()));
+    records.iter().for_each(|record| union.add(&record.of(block)));
     union.all()
 }
 
@@ -200,7 +231,7 @@ mod tests {
     #[test]
     fn the_newest_records_are_kept_within_their_share_and_the_oldest_go_first() {
         let record = |bytes: usize| {
-            let record = VersionChanges::new(1);
+            let record = VersionChanges::new(1, false);
             let (old, mut new) = (vec![0; bytes * 100], vec![0; bytes * 100]);
             new.iter_mut().step_by(100).for_each(|byte| *byte = 1);
             record.set(BlockId(0), Changed::between(&old, &new, 1));

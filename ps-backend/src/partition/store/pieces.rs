@@ -137,7 +137,7 @@ mod tests {
                         *byte ^= 1 << (at % 8);
                     }
                 }
-                let changes = VersionChanges::new(layout.blocks());
+                let changes = VersionChanges::new(layout.blocks(), false);
                 for (local, block) in (0..).map(BlockId).zip(&blocks) {
                     let bytes = span(&model.block_bytes(*block));
                     changes
@@ -184,7 +184,7 @@ mod tests {
         let blocks: Vec<BlockId> = (0..model.blocks()).map(BlockId).collect();
         let partition = model.partition(&blocks).unwrap();
         let mut log = ChangeLog::new(u64::MAX, 1);
-        let changes = VersionChanges::new(model.blocks());
+        let changes = VersionChanges::new(model.blocks(), false);
         blocks.iter().for_each(|block| changes.set(*block, Changed::Nothing));
         log.publish(Version(1), Some(changes));
         let since = log.since(Version(0), Version(1)).unwrap();

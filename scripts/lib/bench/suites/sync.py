@@ -379,7 +379,7 @@ def record(bench, gradfs):
     """Of a mount that has its shard in it: nobody pulls."""
     import numpy
 
-    size, turns = (64 * MIB, 5) if bench.quick else (GIB, 7)
+    size, turns = (32 * MIB, 5) if bench.quick else (GIB, 7)
     figures, random, ways = [], numpy.random.default_rng(1), {"write": written, "map": stored}
     with jobs.up(gradfs, bench.work / "mnt", size, "--reducer", "assign", dtype="bf16") as model:
         say(f"publishing {size / MIB:.0f} MiB with records of what has changed, and without")
