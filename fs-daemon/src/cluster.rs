@@ -6,6 +6,7 @@ mod jobs;
 pub mod mount;
 pub mod save;
 pub mod shard;
+pub mod snapshots;
 pub mod status;
 pub mod upload;
 

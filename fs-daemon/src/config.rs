@@ -10,6 +10,7 @@ mod layer;
 mod mounting;
 pub mod rdma;
 pub mod registry;
+pub mod snapshots;
 mod values;
 
 use std::ffi::OsString;
@@ -109,9 +110,9 @@ struct StateArgs {
 /// The snapshot that a model goes on from.
 #[derive(Args, Debug)]
 struct FromArgs {
-    /// Go on from this snapshot, which gradfs save has written: with its model and settings, unless others are given. A model
-    /// that is named besides has to be the snapshot's
-    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    /// Go on from this snapshot, a directory of gradfs save or a store of gradfs snapshot: with its model and settings,
+    /// unless others are given. A model that is named besides has to be the snapshot's
+    #[arg(long, value_name = "DIR|URL", value_hint = ValueHint::AnyPath)]
     from: Option<PathBuf>,
 }
 

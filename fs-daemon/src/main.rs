@@ -50,6 +50,7 @@ use config::cluster::{
     CLUSTER, CreateConfig, DeleteConfig, DrainArgs, DrainConfig, MountConfig, RegistryAction, RegistryArgs,
     RegistryConfig, SaveConfig, ShardConfig, StatusConfig,
 };
+use config::snapshots::{SnapshotConfig, SnapshotsAction, SnapshotsArgs};
 use config::{Layer, UpConfig};
 use error::Error;
 use libmodelio::bytes::mmap::limit_heaps;
@@ -134,6 +135,15 @@ fn run_cluster(
             return cluster::status::run(&StatusConfig::merge(args.of.as_deref(), layers, args.json)?);
         }
         ClusterCommand::Save(args) => cluster::save::run(&SaveConfig::merge(&args, layers)?),
+        ClusterCommand::Snapshot(args) => cluster::snapshots::take(&SnapshotConfig::merge(&args, layers)?),
+        ClusterCommand::Snapshots(SnapshotsArgs {
+            action: Some(SnapshotsAction::Export { url, dir, replace, piece_size }),
+            ..
+        }) => cluster::snapshots::export(&url, &dir, (replace, piece_size)),
+        ClusterCommand::Snapshots(SnapshotsArgs { url, json, .. }) => {
+            cluster::snapshots::list(&url.unwrap_or_default(), json)
+        }
+        ClusterCommand::Verify(args) => cluster::snapshots::verify(&args.place),
         ClusterCommand::Delete(args) => cluster::upload::delete(&DeleteConfig::merge(&args.name, layers)?),
         ClusterCommand::Drain(DrainArgs { shard, timeout, hold, cancel, .. }) => {
             cluster::drain::run(&DrainConfig::merge(&shard, &timeout, hold.as_deref(), cancel, layers)?)

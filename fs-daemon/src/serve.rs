@@ -40,6 +40,8 @@ pub struct Loaded {
     pub models: Vec<Arc<Model>>,
     /// Who brings those that come later, and knows of those that go, if they can.
     pub later: Option<Box<dyn Later>>,
+    /// What is left to do once nothing is mounted any more. The models live until then.
+    pub at_end: Option<Box<dyn FnOnce() -> Result<(), Error>>>,
 }
 
 /// Knows which models come and go.
@@ -82,7 +84,7 @@ pub fn serve(
     });
     let hindrance = if !mounting.no_passthrough { no_passthrough() } else { None };
     let passthrough = !mounting.no_passthrough && hindrance.is_none();
-    let Loaded { models, later } = load()?;
+    let Loaded { models, later, at_end } = load()?;
     let Permissions { uid, gid, umask } = mounting.permissions;
     let uid = uid.unwrap_or_else(|| nix::unistd::geteuid().as_raw());
     let gid = gid.unwrap_or_else(|| nix::unistd::getegid().as_raw());
@@ -148,7 +150,8 @@ pub fn serve(
     mountpoint.detach()?;
     // Files may still be open; their programs get errors once the process is gone.
     let _ = gone.recv_timeout(FAREWELL);
-    Ok(())
+    // The models live until here.
+    at_end.map_or(Ok(()), |at_end| at_end())
 }
 
 /// Has a thread of its own look for models that come and go: it may wait for others, and the kernel's requests never

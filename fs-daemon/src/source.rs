@@ -12,7 +12,8 @@ use libmodelio::vocabulary::dtype::REDUCIBLE;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
-use ps_backend::snapshot::{Reader, SnapshotError};
+use ps_backend::snapshot::{SnapshotError, Stored};
+use ps_backend::stores;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::ModelSource;
@@ -30,10 +31,17 @@ pub struct Source {
     /// The ranges of the files for each part of the layout.
     pub ranges: Vec<CopyRange>,
     /// The snapshot, if it is one.
-    pub snapshot: Option<Reader>,
+    pub snapshot: Option<Stored>,
 }
 
 impl Source {
+    /// Whether it goes on from a snapshot of model `name` in this store.
+    pub fn goes_on_in(&self, store: &str, name: &str) -> bool {
+        let snapshot = self.snapshot.as_ref().filter(|of| of.head().model == name);
+        let url = snapshot.and_then(Stored::store).map(|shelf| shelf.url().to_owned());
+        url.is_some_and(|url| stores::open(store).is_ok_and(|store| store.url() == url))
+    }
+
     /// Looks at what model `name` starts from.
     ///
     /// # Errors
@@ -47,7 +55,7 @@ impl Source {
                 Ok(Source { layout, metadata: BTreeMap::new(), files, ranges, snapshot: None })
             }
             ModelSource::Snapshot { dir, expected } => {
-                let reader = Reader::open(dir, Some(block_size))?;
+                let reader = Stored::open(dir, Some(block_size))?;
                 if let Some(expected) = expected {
                     let file = ModelSource::File(expected.clone());
                     let expected = Source::open(name, &file, block_size)?.layout;
@@ -120,7 +128,7 @@ impl Source {
     pub fn verified_snapshot(
         &mut self,
         go_on: &dyn Fn() -> Result<(), SnapshotError>,
-    ) -> Result<Option<Reader>, Error> {
+    ) -> Result<Option<Stored>, Error> {
         let Some(reader) = self.snapshot.take() else { return Ok(None) };
         let progress =
             progress::bar(progress::BYTES, reader.len(), format!("checking {}", reader.head().model));

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::controls::Controls;
 use ps_backend::device::DeviceName;
 use ps_backend::memory::{MemoryUse, gib};
 use ps_backend::partition::executor::{Executor, Pool};
-use ps_backend::server::local::{self, Beginning, LocalError};
+use ps_backend::server::local::{self, Beginning, LocalError, Saver};
 use ps_backend::state_copies::StateCopies;
 
 use crate::background::Ready;
@@ -49,13 +49,16 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
         memory::check_together(needed)?;
         let executor = Pool::start(config.mounting.threads, device)
             .map_err(|error| Error::new("cannot start the threads that reduce").caused_by(error))?;
-        let mut models = Vec::new();
+        let (mut models, mut savers) = (Vec::new(), Vec::new());
         for (name, source, companions) in sources {
+            let takes_over = source.goes_on_in(&controls.snapshots.to, name);
             let mut model = load(name, source, (&executor, config.state), &controls)?;
             model.companions = companions;
+            savers.extend(saver(&model, takes_over)?);
             models.push(Arc::new(model));
         }
-        Ok(Loaded { models, later: None })
+        let at_end = move || savers.iter().try_for_each(save_last);
+        Ok(Loaded { models, later: None, at_end: Some(Box::new(at_end)) })
     })
 }
 
@@ -97,6 +100,32 @@ pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
 /// The copies of optimizer state in the host's memory, if it is there.
 fn copies_of(config: &UpConfig) -> Option<StateCopies> {
     (config.device == DeviceName::Cpu).then_some(config.state)
+}
+
+/// Starts what takes the snapshots of a model, if its job has a place for them, then or later.
+fn saver(model: &Model, takes_over: bool) -> Result<Option<(String, Arc<Saver>)>, Error> {
+    let Snapshots::Here(shard) = &model.snapshots else { return Ok(None) };
+    let (name, metadata) = (model.name.clone(), model.metadata.clone());
+    let saver = Arc::new(Saver::new(shard, (&name, &model.layout), metadata, takes_over));
+    let saves = Arc::clone(&saver);
+    let spawned = std::thread::Builder::new().name("snapshots".into()).spawn(move || saves.run());
+    spawned.map_err(|error| Error::new("cannot start the thread that takes snapshots").caused_by(error))?;
+    Ok(Some((name, saver)))
+}
+
+/// Takes the last snapshot of a model.
+fn save_last((name, saver): &(String, Arc<Saver>)) -> Result<(), Error> {
+    match saver.save_now() {
+        Ok(None) => Ok(()),
+        Ok(Some(version)) => {
+            println!("gradfs: version {version} of {name} is in its store");
+            Ok(())
+        }
+        Err(why) => {
+            let lost = format!("the newest version of {name} is lost: no snapshot was saved");
+            Err(Error::new(lost).caused_by(why))
+        }
+    }
 }
 
 /// Opens the source of a model, if this machine has memory for it.

@@ -22,6 +22,7 @@ pub mod reducer;
 pub mod schedule;
 pub mod settings_json;
 pub mod shard_error;
+pub mod snapshots;
 pub mod strided;
 pub mod tensor_rules;
 pub mod tensor_steps;

@@ -19,10 +19,13 @@
 //! | `coordinator` | the coordinator of a model at work |
 //! | `moving::incoming` | partitions for block maps that are not in force yet |
 //! | `captures` | copies of versions, for snapshots |
+//! | `saves` | how far what is being written into a store is |
+//! | `schedules` | when snapshots are taken |
 //! | `shared` | the common state of connections |
 //! | `models` | finding, coordinating and deleting models |
 //! | `peer_shard` | requests to another shard |
 //! | `capturing` | snapshots of running models |
+//! | `snapshots` | snapshots that shards write into a store |
 //! | `moving` | moving a model's blocks to other shards |
 //! | `admin` | creating and loading models, status |
 //! | `conversation` | the shard's end of every connection |
@@ -56,8 +59,11 @@ mod parts;
 mod peer_shard;
 mod rdma_clients;
 mod redirect;
+mod saves;
+mod schedules;
 mod shared;
 mod shm_clients;
+mod snapshots;
 mod standing;
 mod state_file;
 mod status_text;
@@ -121,7 +127,7 @@ impl Server {
             models: Mutex::default(),
             creations: Mutex::default(),
             incoming: Default::default(),
-            captures: Default::default(),
+            snapshots: Default::default(),
             gone: Default::default(),
             standing: Mutex::default(),
             directory,
@@ -142,6 +148,11 @@ impl Server {
             std::thread::Builder::new()
                 .name("announcer".into())
                 .spawn(move || announcer::run(&keeper))
+                .map_err(|error| threads(&error))?;
+            let saver = Arc::downgrade(&shared);
+            std::thread::Builder::new()
+                .name("snapshots".into())
+                .spawn(move || snapshots::periodic::run(&saver, moving::between_shards))
                 .map_err(|error| threads(&error))?;
         }
         Ok(Server { shared, address, reactor: Mutex::new(Some(reactor)), listening: Mutex::new(listening) })

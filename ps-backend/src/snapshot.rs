@@ -17,6 +17,8 @@
 //! | `checked` | files with a checksum for each block |
 //! | `writer`, `reader` | a directory as a sink, and as a source |
 //! | `packed` | a snapshot in a store of objects, which several processes write |
+//! | `stored` | a snapshot at a place that a user names: a directory, or a store |
+//! | `schedule` | when the next snapshot of a job is taken |
 //! | `load` | the memory of a partition as a sink |
 
 mod checked;
@@ -28,7 +30,9 @@ mod load;
 mod manifest;
 mod packed;
 mod reader;
+mod schedule;
 mod shards;
+mod stored;
 mod stream;
 mod writer;
 
@@ -37,7 +41,7 @@ use std::path::{Path, PathBuf};
 
 use libmodelio::admin::AdminError;
 use libmodelio::formats::safetensors::ModelFileError;
-use libmodelio::vocabulary::ids::{BlockId, ShardId};
+use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{DataKind, Refusal};
@@ -52,9 +56,12 @@ pub use copied::Copied;
 pub use files::MANIFEST;
 pub use head::{Head, settings};
 pub use load::Load;
+pub(crate) use packed::now;
 pub use packed::{Description, Keep, Pack, PackedReader, Part, PieceHash, Place, Places, Shelf, write_part};
 pub use reader::Reader;
+pub use schedule::{SavedSnapshot, SnapshotSchedule};
 pub use shards::{Fetched, Shards};
+pub use stored::Stored;
 pub use stream::{Stream, StreamHead, head_bytes};
 pub use writer::{PIECE_SIZE, Writer};
 
@@ -75,6 +82,21 @@ pub enum SnapshotError {
         "{} has no {MANIFEST}: it is no snapshot, or the command that wrote it did not get to its end", .0.display()
     )]
     NoManifest(PathBuf),
+    /// A store without the snapshot that is asked for.
+    #[error("{0}")]
+    Nothing(String),
+    /// A store has the snapshots of another job.
+    #[error(
+        "{store} has the snapshots of model {model:?} in its life {generation}: another job saves there, or has gone on from there"
+    )]
+    Claimed {
+        /// The store.
+        store: String,
+        /// The other model.
+        model: String,
+        /// Its life.
+        generation: Generation,
+    },
     /// A directory that has a snapshot.
     #[error("{} holds a snapshot already", .0.display())]
     Exists(PathBuf),

@@ -144,5 +144,13 @@ fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
+/// An address that means the same in every process of a host: a path is absolute in it.
+pub fn absolute_url(url: &str) -> String {
+    match path_of(url) {
+        Some(path) => absolute(&path).to_string_lossy().into_owned(),
+        None => url.to_owned(),
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -5,6 +5,7 @@ use clap::Subcommand;
 use crate::config::cluster::{
     CreateArgs, DeleteArgs, DrainArgs, MountArgs, RegistryArgs, SaveArgs, ShardArgs, StatusArgs,
 };
+use crate::config::snapshots::{SnapshotArgs, SnapshotsArgs, VerifyArgs};
 
 /// What to do with a cluster.
 #[derive(Debug, Subcommand)]
@@ -27,6 +28,15 @@ pub enum ClusterCommand {
     /// Save a snapshot of a job, while it runs
     #[command(after_help = include_str!("help/save.txt").trim_end())]
     Save(SaveArgs),
+    /// Have the shards of a job write a snapshot into a directory or an object store, while it runs
+    #[command(after_help = include_str!("help/snapshot.txt").trim_end())]
+    Snapshot(SnapshotArgs),
+    /// List the snapshots of a store, or export one
+    #[command(after_help = include_str!("help/snapshots.txt").trim_end())]
+    Snapshots(SnapshotsArgs),
+    /// Read all of a snapshot, and compare it with its checksums
+    #[command(after_help = include_str!("help/verify.txt").trim_end())]
+    Verify(VerifyArgs),
     /// Delete a model from its shards
     #[command(after_help = include_str!("help/delete.txt").trim_end())]
     Delete(DeleteArgs),

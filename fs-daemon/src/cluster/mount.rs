@@ -75,7 +75,7 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
             let error = Error::new(format!("of the models at {} none is there yet", found.config.registry));
             return Err(error.hint("try again when they are created"));
         }
-        Ok(Loaded { models, later: Some(Box::new(found)) })
+        Ok(Loaded { models, later: Some(Box::new(found)), at_end: None })
     })
 }
 

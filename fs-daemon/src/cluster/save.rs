@@ -110,15 +110,7 @@ fn save_from_shards(
     let record = &copies.record;
     let layout = record.layout().map_err(|error| failed(&error))?;
     let map = record.block_map().map_err(|error| failed(&error))?;
-    let tensors = layout.tensors().iter();
-    let head = Head {
-        model: name.to_owned(),
-        record: captured.record,
-        settings: captured.settings,
-        block_size: record.block_size,
-        tensors: tensors.map(|t| (t.name.clone(), t.dtype.name(), t.shape.clone())).collect(),
-        metadata: record.metadata.clone(),
-    };
+    let head = Head::of(record, captured.record, captured.settings)?;
     let addresses = copies.shards.iter().map(|shard| (shard.shard, shard.address.clone()));
     let fetched = Fetched::Copy(copies.snapshot);
     let epoch = record.epoch;

@@ -2,7 +2,7 @@
 
 use libmodelio::registry::RegistryError;
 use ps_backend::create::{self, CreateError, NewModel};
-use ps_backend::snapshot::SnapshotError;
+use ps_backend::snapshot::{SnapshotError, Stored};
 
 use crate::config::cluster::{CreateConfig, DeleteConfig};
 use crate::error::Error;
@@ -61,6 +61,12 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
             error => Error::new(format!("cannot create {name}")).caused_by(error),
         },
     })?;
+    let store = snapshot.as_ref().filter(|of| of.head().model == *name).and_then(Stored::store);
+    if let Some(store) = store
+        && let Err(error) = store.claim(name, record.generation, true)
+    {
+        tracing::warn!("the snapshots in {} still belong to the job before: {error}", store.url());
+    }
     let mut owners: Vec<_> = record.owners.iter().map(|(shard, _)| shard.0).collect();
     owners.sort_unstable();
     owners.dedup();

@@ -739,14 +739,14 @@ impl DrainConfig {
     }
 }
 
-fn piece_size(text: &str) -> Result<u64, Error> {
+pub(super) fn piece_size(text: &str) -> Result<u64, Error> {
     match size(text)? {
         0 => Err(Error::usage("a file cannot be empty").hint("try 1GiB")),
         piece_size => Ok(piece_size),
     }
 }
 
-fn registry(layers: &[Layer]) -> Result<Option<RegistryAt>, Error> {
+pub(super) fn registry(layers: &[Layer]) -> Result<Option<RegistryAt>, Error> {
     Ok(merged::<CommonArgs>(layers)?.registry)
 }
 
@@ -754,7 +754,7 @@ fn needed<T>(place: Option<T>, what: &str, usage: &str) -> Result<T, Error> {
     place.ok_or_else(|| Error::usage(format!("no {what} is given")).hint(usage))
 }
 
-fn utf8<'a>(origin: &str, path: &'a Path) -> Result<&'a str, Error> {
+pub(super) fn utf8<'a>(origin: &str, path: &'a Path) -> Result<&'a str, Error> {
     path.to_str().ok_or_else(|| Error::usage(format!("{origin}: {path:?} is not valid UTF-8")))
 }
 
@@ -797,7 +797,7 @@ fn is_of_this_host(address: &SocketAddr) -> bool {
     address.ip().is_loopback() || source.is_ok_and(|source| source == address.ip())
 }
 
-fn model_name(origin: &str, name: &str) -> Result<String, Error> {
+pub(super) fn model_name(origin: &str, name: &str) -> Result<String, Error> {
     match name_fault(name) {
         None => Ok(name.to_owned()),
         Some(fault) => Err(Error::usage(format!("{origin}: {name:?} cannot name a model: {fault}"))

@@ -74,6 +74,18 @@ struct JobArgs {
     /// Versions that the next one may be ahead of what readers have applied; 0 is no limit [default: 0]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     hold_for_readers: Option<String>,
+    /// Where shards write snapshots: an absolute path, or s3://bucket/prefix, gs:// or az:// [default: nowhere]
+    #[arg(long, value_name = "URL")]
+    snapshot_to: Option<String>,
+    /// How often they do: after so many versions, or a time as 30s, 10m or 2h; 0 is never [default: 10m]
+    #[arg(long, value_name = "N|TIME")]
+    snapshot_every: Option<String>,
+    /// How many of the newest snapshots stay in their store [default: 3]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    snapshot_keep: Option<String>,
+    /// Of each such time, the first snapshot stays besides, as 1h; 0 is none [default: 0]
+    #[arg(long, value_name = "TIME")]
+    snapshot_keep_every: Option<String>,
     /// When mounts on a network pull versions: at once, just before they are opened, or when they are [default: auto]
     #[arg(long, value_parser = ["auto", "eager", "adaptive", "on-demand"], ignore_case = true)]
     pull: Option<String>,

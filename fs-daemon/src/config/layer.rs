@@ -9,7 +9,8 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, ValueHint};
 
 use libmodelio::vocabulary::schedule::Schedule;
-use ps_backend::snapshot::{MANIFEST, Reader};
+use ps_backend::snapshot::{MANIFEST, Stored};
+use ps_backend::stores::is_url;
 
 use super::values::not_a_word;
 use crate::error::Error;
@@ -201,7 +202,9 @@ impl Vocabulary {
     ) -> Result<Vec<Layer>, Error> {
         let variables: Vec<_> = variables.into_iter().collect();
         let named = variables.iter().find(|(name, value)| name == CONFIG_VARIABLE && !value.is_empty());
-        let file = matches.get_one("config").cloned().or(named.map(|(_, value)| PathBuf::from(value)));
+        // Some commands take no configuration file.
+        let given = matches.try_get_one("config").ok().flatten();
+        let file = given.cloned().or(named.map(|(_, value)| PathBuf::from(value)));
         let mut layers = vec![self.given(matches), self.environment(variables)];
         if let Some(path) = file {
             layers.push(self.file(&path)?);
@@ -251,9 +254,10 @@ impl Vocabulary {
     /// # Errors
     /// A directory that is no snapshot.
     fn snapshot(&'static self, dir: &Path, stronger: &[Layer]) -> Result<Layer, Error> {
-        let reader = Reader::open(dir, None)?;
+        let reader = Stored::open(dir, None)?;
         let head = reader.head();
-        let mut layer = Layer::new(self, Source::Snapshot(dir.join(MANIFEST)));
+        let of = if matches!(reader, Stored::Packed(_)) { dir.to_owned() } else { dir.join(MANIFEST) };
+        let mut layer = Layer::new(self, Source::Snapshot(of));
         let settings = head.settings.iter().map(|(key, value)| (key.as_str(), value.clone()));
         let of_model = [("name", head.model.clone()), ("block_size", head.block_size.to_string())];
         for (name, value) in settings.chain(of_model) {
@@ -313,7 +317,8 @@ impl Vocabulary {
             };
             if is_path(option) {
                 let base = path.parent().unwrap_or(Path::new(""));
-                values.iter_mut().for_each(|value| *value = base.join(&value).into());
+                let is_path = |value: &&mut OsString| value.to_str().is_none_or(|text| !is_url(text));
+                values.iter_mut().filter(is_path).for_each(|value| *value = base.join(&value).into());
             }
             layer.set(key, values);
         }

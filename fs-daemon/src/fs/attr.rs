@@ -168,6 +168,7 @@ impl Fs {
                 sized(TENSORS_LINK.len() as u64)
             }
             File::VersionText | File::LearnerVersion(_) => sized(text_len(model.job.offered_version())),
+            File::DurableText => of_text(text::durable(model)),
             File::Status => of_text(text::status(tree, &self.mount_status())),
             File::Layout => Attributes { size: tree.layout.len() as u64, keep: Keep::Forever, ..base },
             File::Versions => Attributes { links: 2 + model.job.retained().len() as u32, ..sized(0) },

@@ -407,6 +407,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("hf", File::HuggingFace),
             ("device", File::Device),
             ("version", File::VersionText),
+            ("durable_version", File::DurableText),
             ("versions", File::Versions),
             ("learners", File::Learners),
             ("readers", File::Readers),

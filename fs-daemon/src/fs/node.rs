@@ -52,6 +52,8 @@ pub enum File {
     Device,
     /// `version`.
     VersionText,
+    /// `durable_version`.
+    DurableText,
     /// `status.json`.
     Status,
     /// `settings.json`.
@@ -181,7 +183,7 @@ const README: u64 = 31;
 const TRACE: u64 = 30;
 
 /// Files of which a model has one each.
-const OF_MODEL: [File; 20] = [
+const OF_MODEL: [File; 21] = [
     File::Dir,
     File::Device,
     File::VersionText,
@@ -202,6 +204,7 @@ const OF_MODEL: [File; 20] = [
     File::ReadersApplied,
     File::Views,
     File::Set,
+    File::DurableText,
 ];
 /// Files of which a version has one each.
 const OF_VERSION: [fn(Version) -> File; 8] = [

@@ -373,6 +373,7 @@ impl Fs {
             | File::ViewPlan(_)
             | File::Set => self.open_text_of(request),
             File::VersionText
+            | File::DurableText
             | File::Status
             | File::Layout
             | File::RetainedText(_)

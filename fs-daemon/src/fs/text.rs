@@ -146,6 +146,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "waits_for_shards": waits_for_shards,
         "waits_for_learners": waits_for_learners,
         "held_by": state.held_by,
+        "durable_version": state.durable.map(|version| version.0),
         "waits_for_more_learners": status.late.as_ref().map_or(0, |(late, _)| late.more),
         "version": version,
         "published_unix_seconds": published,
@@ -255,6 +256,12 @@ pub fn learner_status(model: &Model, id: LearnerId) -> CallResult<String> {
 /// `versions/<n>/meta.json`: a line.
 pub fn meta(model: &Model, version: Version) -> String {
     format!("{}\n", model.job.meta(version))
+}
+
+/// `durable_version`: a line; nothing if there is no snapshot.
+pub fn durable(model: &Model) -> String {
+    let durable = model.whole().job.state().durable;
+    durable.map_or_else(String::new, |version| format!("{version}\n"))
 }
 
 /// `readers/<id>/staged`, `readers/<id>/applied` and `readers/applied`: a line; nothing if nothing was applied.

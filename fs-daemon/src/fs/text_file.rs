@@ -89,6 +89,11 @@ impl Fs {
                 handle.seen.store(version.0, Ordering::Relaxed);
                 format!("{version}\n")
             }
+            File::DurableText => {
+                let text = text::durable(&tree.model);
+                handle.seen.store(number_of(&text), Ordering::Relaxed);
+                text
+            }
             File::ReadersApplied | File::ReaderApplied(_) | File::ReaderStaged(_) => {
                 let text = text::of_reader(&tree.model, file)?;
                 handle.seen.store(number_of(&text), Ordering::Relaxed);
@@ -120,6 +125,7 @@ impl TextFile {
             File::ReadersApplied | File::ReaderApplied(_) | File::ReaderStaged(_) => {
                 Some((Announced::Readers, tree))
             }
+            File::DurableText => Some((Announced::Durable, tree)),
             _ => None,
         }
     }
@@ -134,6 +140,7 @@ impl TextFile {
         let seen = self.seen.load(Ordering::Relaxed);
         match (self.announces(), self.node) {
             (Some((Announced::Versions, tree)), _) => tree.shown_version() != Version(seen),
+            (Some((Announced::Durable, tree)), _) => number_of(&text::durable(&tree.model)) != seen,
             (Some((Announced::Readers, tree)), Node::Model(_, file)) => {
                 text::of_reader(&tree.model, file).map_or(true, |text| number_of(&text) != seen)
             }
@@ -442,6 +449,8 @@ pub enum Announced {
     Versions,
     /// What readers apply.
     Readers,
+    /// Versions of which there is a snapshot.
+    Durable,
 }
 
 /// The number that a line has, and one that no line has if it is empty.

@@ -25,8 +25,18 @@ pub(super) const FILES: [&str; 9] =
 pub(super) const SET: &str = "set";
 
 /// The files beside its views of a model that the mount does not hold.
-pub(super) const BESIDE: [&str; 9] =
-    ["views", "version", "layout", "readers", "learners", "control", "settings.json", "status.json", "error"];
+pub(super) const BESIDE: [&str; 10] = [
+    "views",
+    "version",
+    "durable_version",
+    "layout",
+    "readers",
+    "learners",
+    "control",
+    "settings.json",
+    "status.json",
+    "error",
+];
 
 /// The files that a model of which a part is shown has besides.
 const ABOUT_PARTS: [&str; 3] = ["readers", "status.json", "error"];

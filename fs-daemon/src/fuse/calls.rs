@@ -54,8 +54,8 @@ type Pollers = Arc<Mutex<HashMap<u64, ((u8, Announced), Wake)>>>;
 pub(super) enum Chore {
     /// The model of this index has a new version.
     Published(u8),
-    /// Its readers have changed.
-    Readers(u8),
+    /// Something else than its versions has changed, which files announce.
+    Announced(u8, Announced),
     /// A learner of it is out of the job.
     Left(u8, LearnerId, LeaveReason),
     /// A file with something unfinished was closed.
@@ -111,7 +111,8 @@ fn listen_to(tree: &Arc<ModelTree>, chores: mpsc::Sender<Chore>, pollers: Poller
                 Chore::Published(index)
             }
             Event::Left(learner, reason) => Chore::Left(index, learner, reason),
-            Event::Readers => Chore::Readers(index),
+            Event::Readers => Chore::Announced(index, Announced::Readers),
+            Event::Durable => Chore::Announced(index, Announced::Durable),
         };
         // The receiver only goes when the mount does.
         let _ = chores.send(chore);
@@ -404,7 +405,7 @@ impl Calls {
     fn do_chore(&self, chore: Chore, kernel: &Arc<dyn Kernel>) {
         match chore {
             Chore::Published(index) => self.published(index, &**kernel),
-            Chore::Readers(index) => self.wake(index, Announced::Readers),
+            Chore::Announced(index, what) => self.wake(index, what),
             Chore::Left(index, learner, reason) => {
                 let Ok(tree) = self.fs.tree(index) else { return };
                 let left = tree.model.left(learner, reason);

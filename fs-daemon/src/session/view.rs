@@ -53,6 +53,7 @@ impl ViewMaker {
         source.job.subscribe(Box::new(move |event| match event {
             // The readers of the view are those of the model.
             Event::Readers => of_view.upgrade().iter().for_each(|view| view.job.tell(event)),
+            Event::Durable => {}
             Event::Published(_) | Event::Left(..) => maker.wake(),
         }));
         Ok(model)

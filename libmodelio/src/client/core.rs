@@ -117,6 +117,8 @@ pub enum Action {
     Offered(Version),
     /// The readers of the job have changed.
     Readers,
+    /// There is a snapshot of a newer version.
+    Durable,
     /// A learner of this client is no longer in the job.
     Left(LearnerId, LeaveReason),
     /// All blocks of this version are in the buffer: show it, then call [`ClientCore::shown`].

@@ -135,6 +135,8 @@ pub enum Event {
     Left(LearnerId, LeaveReason),
     /// Readers have begun, applied a version, or ended.
     Readers,
+    /// There is a snapshot of a newer version in the job's store.
+    Durable,
 }
 
 /// A function that is called once for every [`Event`], with no lock held, before waiting requests are answered. It

@@ -501,6 +501,7 @@ impl Shared {
             }
             Action::Offered(version) => after.events.push(Event::Published(version)),
             Action::Readers => after.events.push(Event::Readers),
+            Action::Durable => after.events.push(Event::Durable),
             Action::Left(learner, reason) => {
                 inner.observed.left(learner);
                 after.events.push(Event::Left(learner, reason));

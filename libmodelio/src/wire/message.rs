@@ -921,6 +921,46 @@ pub enum Message {
         /// The token that the `Assign` will have.
         token: u64,
     },
+
+    // -- snapshots in a store: administration, to the coordinator and to shards
+    /// Take a snapshot, and write it into a store. To the coordinator. Said again, it tells how far that is. Answered by
+    /// `Saved`.
+    TakeSnapshot {
+        /// The model.
+        model: String,
+        /// The life of the model.
+        generation: Generation,
+        /// Under this block map.
+        epoch: Epoch,
+        /// The name of the snapshot, which nobody else has.
+        snapshot: u64,
+        /// The address of the store. Empty for that of the setting `snapshot_to`.
+        to: String,
+    },
+    /// Write this shard's copy into a store. Said again, it tells how far that is. Answered by `Saved`.
+    SaveCopy {
+        /// The life of the model.
+        generation: Generation,
+        /// The name of the copy, and of the snapshot.
+        snapshot: u64,
+        /// The address of the store.
+        to: String,
+        /// The snapshot there whose pieces need not be written again. Empty if there is none.
+        before: String,
+    },
+    /// How far a snapshot is, or a shard's part of one.
+    Saved {
+        /// Its version, once it is known.
+        version: Version,
+        /// Bytes that are in the store, or need not be written.
+        dealt: u64,
+        /// All its bytes, as far as they are known.
+        of: u64,
+        /// Of those, the bytes that were written.
+        written: u64,
+        /// All of it is in the store.
+        ended: bool,
+    },
 }
 
 /// The most parts of a set.
@@ -1033,6 +1073,8 @@ pub struct JobState {
     pub readers: u64,
     /// Readers that the next version waits for, by name.
     pub held_by: Vec<String>,
+    /// The newest version of which there is a snapshot in the job's store.
+    pub durable: Option<Version>,
 }
 
 /// One learner of a client.

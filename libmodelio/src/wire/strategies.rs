@@ -305,7 +305,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
         (norm(), any::<Option<u64>>(), id64(PlanId)),
         (any::<u32>(), proptest::option::of(0u64..1 << 60), proptest::option::of(0.0f32..9.0), id64(Version)),
-        (meta(), any::<u64>(), vec(text(), 0..3)),
+        (meta(), any::<u64>(), vec(text(), 0..3), proptest::option::of(id64(Version))),
     )
         .prop_map(
             |(
@@ -317,7 +317,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 (late, late_more, away),
                 (norm, own_weights, made_by),
                 (newest_of, grace_window, rate, replicas_since),
-                (meta, readers, held_by),
+                (meta, readers, held_by, durable),
             )| JobState {
                 sequence,
                 version,
@@ -342,6 +342,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 meta,
                 readers,
                 held_by,
+                durable,
             },
         )
 }
@@ -834,6 +835,32 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(version, base, blocks)| Message::Unchanged { version, base, blocks })
             .boxed(),
         any::<u64>().prop_map(|token| Message::BeginWeights { token }).boxed(),
+        (text(), id64(Generation), id64(Epoch), any::<u64>(), text())
+            .prop_map(|(model, generation, epoch, snapshot, to)| Message::TakeSnapshot {
+                model,
+                generation,
+                epoch,
+                snapshot,
+                to,
+            })
+            .boxed(),
+        (id64(Generation), any::<u64>(), text(), text())
+            .prop_map(|(generation, snapshot, to, before)| Message::SaveCopy {
+                generation,
+                snapshot,
+                to,
+                before,
+            })
+            .boxed(),
+        (id64(Version), any::<(u64, u64, u64, bool)>())
+            .prop_map(|(version, (dealt, of, written, ended))| Message::Saved {
+                version,
+                dealt,
+                of,
+                written,
+                ended,
+            })
+            .boxed(),
     ]
 }
 

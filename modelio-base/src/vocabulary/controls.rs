@@ -20,6 +20,7 @@ use crate::vocabulary::ids::Version;
 use crate::vocabulary::norm::MOST_MEASURED;
 use crate::vocabulary::reducer::{Aggregation, Content, Domain, Hyper, PARAMETERS, Reducer, decimal};
 use crate::vocabulary::schedule::{NoSchedule, Rates, SCHEDULES, Schedule};
+use crate::vocabulary::snapshots::{EVERY, Every, PLACE, SnapshotSettings, is_place};
 use crate::vocabulary::tensor_rules::{RuleError, TensorRules};
 
 /// The contributions that a version waits for.
@@ -222,6 +223,9 @@ pub struct Controls {
     /// By how many versions the next version may be ahead of what readers have applied. 0: versions wait for no reader.
     #[serde(default)]
     pub hold_for_readers: u32,
+    /// Snapshots in a store.
+    #[serde(default)]
+    pub snapshots: SnapshotSettings,
     /// When clients pull versions. `None`: see [`Self::pull_policy`].
     pub pull: Option<PullPolicy>,
     /// Whether an open waits for the version with the learner's own step. `None`: see [`Self::reads_own_step`].
@@ -296,6 +300,7 @@ impl Default for Controls {
             changes: kept_changes(),
             delta: yes(),
             hold_for_readers: 0,
+            snapshots: SnapshotSettings::default(),
             pull: None,
             read_own_step: None,
             staleness_aware: false,
@@ -404,6 +409,10 @@ const OTHERS: &[(&str, &str)] = &[
         "hold_for_readers",
         "versions that the next one may be ahead of what readers have applied; 0 is no limit",
     ),
+    ("snapshot_to", "where shards write snapshots: an absolute path, or s3://bucket/prefix, gs:// or az://"),
+    ("snapshot_every", "how often they do: after so many versions, or a time as 30s, 10m or 2h; 0 is never"),
+    ("snapshot_keep", "how many of the newest snapshots stay in their store"),
+    ("snapshot_keep_every", "of each such time, the first snapshot stays besides, as 1h; 0 is none"),
     (
         "pull",
         "versions are pulled eager (at once), adaptive (just before they are opened), or on-demand; or auto",
@@ -471,6 +480,10 @@ impl Controls {
             "changes" => self.changes.to_string(),
             "delta" => if self.delta { AUTO } else { OFF }.to_owned(),
             "hold_for_readers" => self.hold_for_readers.to_string(),
+            "snapshot_to" => self.snapshots.to.clone(),
+            "snapshot_every" => self.snapshots.every.to_string(),
+            "snapshot_keep" => self.snapshots.keep.to_string(),
+            "snapshot_keep_every" => self.snapshots.keep_every.to_string(),
             "pull" => self.pull.map_or_else(|| AUTO.to_owned(), |policy| policy.to_string()),
             "read_own_step" => self.read_own_step.map_or_else(|| AUTO.to_owned(), |reads| reads.to_string()),
             "nonfinite" => match self.nonfinite {
@@ -537,6 +550,16 @@ impl Controls {
             "max_versions" => new.max_versions = field.count(3, MAX_COUNT)?,
             "changes" => new.changes = field.count(0, MAX_CHANGES)?,
             "hold_for_readers" => new.hold_for_readers = field.count(0, MAX_COUNT)?,
+            "snapshot_to" => match is_place(field.value) {
+                true => new.snapshots.to = field.value.to_owned(),
+                false => return Err(field.invalid(PLACE)),
+            },
+            "snapshot_every" => new.snapshots.every = field.parse(EVERY)?,
+            "snapshot_keep" => new.snapshots.keep = field.count(1, MAX_COUNT)?,
+            "snapshot_keep_every" => match field.parse(EVERY)? {
+                Every::Versions(_) => return Err(field.invalid("a time as 30s, 10m or 2h; 0 is none")),
+                every => new.snapshots.keep_every = every,
+            },
             "delta" => {
                 new.delta = match field.value.to_ascii_lowercase().as_str() {
                     AUTO => true,
@@ -945,6 +968,14 @@ mod tests {
             ("delta", "off"),
             ("delta", "auto"),
             ("hold_for_readers", "2"),
+            ("snapshot_to", "s3://bucket/prefix"),
+            ("snapshot_to", "/shared/llama"),
+            ("snapshot_to", ""),
+            ("snapshot_every", "100"),
+            ("snapshot_every", "10m"),
+            ("snapshot_every", "0"),
+            ("snapshot_keep", "5"),
+            ("snapshot_keep_every", "1h"),
             ("nonfinite", "accept"),
             ("frozen", "*.running_*\nhead"),
             ("tensors", "*.bias weight_decay=0\nhead.* frozen learning_rate_scale=0.1 reducer=sgd"),
@@ -1011,6 +1042,10 @@ mod tests {
             ("changes", "1025"),
             ("changes", "-1"),
             ("hold_for_readers", "-1"),
+            ("snapshot_to", "shared/llama"),
+            ("snapshot_every", "often"),
+            ("snapshot_keep", "0"),
+            ("snapshot_keep_every", "5"),
             ("hold_for_readers", "1.5"),
             ("delta", "on"),
             ("consistency", "maybe"),

@@ -1,5 +1,5 @@
 //! The job's state, as it is sent to clients.
-use libmodelio::vocabulary::ids::{ClientId, LearnerId};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, Version};
 use libmodelio::wire::{JobState, LearnerState, Message};
 use serde::{Deserialize, Serialize};
 
@@ -108,6 +108,7 @@ impl CoordinatorCore {
             meta: self.core.meta().clone(),
             readers: self.core.readers_revision(),
             held_by: self.core.held_by(),
+            durable: self.core.durable(),
         }
     }
 
@@ -115,6 +116,12 @@ impl CoordinatorCore {
     pub(super) fn tell_reader_news(&mut self, actions: &mut Vec<Action>) {
         let news = self.core.take_reader_news(&self.connected());
         actions.extend(news.into_iter().map(|(client, message)| Action::ToClient(client, 0, message)));
+    }
+
+    /// There is a snapshot of this version in the job's store.
+    pub fn is_durable(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
+        self.core.set_durable(version);
+        self.send_state_to_all(now, actions);
     }
 
     pub(super) fn send_state(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {

@@ -1,5 +1,6 @@
 //! What the newest version was made of.
 
+use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::norm::Norm;
 use serde::{Deserialize, Serialize};
@@ -16,23 +17,21 @@ pub(super) struct Newest {
     pub(super) rate: Option<f32>,
     /// What its publisher has said of it.
     pub(super) meta: Meta,
+    /// The newest version of which there is a snapshot in the job's store.
+    pub(super) durable: Option<Version>,
 }
 
 impl Newest {
     /// It was made of so many contributions.
     pub(super) fn reduced(&mut self, contributions: usize, norm: Option<Norm>, rate: Option<f32>) {
         let all_contributions = self.all_contributions + contributions as u64;
-        *self = Newest {
-            all_contributions,
-            contributions: contributions as u32,
-            norm,
-            rate,
-            meta: Meta::default(),
-        };
+        let (contributions, durable) = (contributions as u32, self.durable);
+        *self = Newest { all_contributions, contributions, norm, rate, meta: Meta::default(), durable };
     }
 
     /// It has new weights, of which their publisher says this.
     pub(super) fn assigned(&mut self, meta: Meta) {
-        *self = Newest { all_contributions: self.all_contributions, meta, ..Newest::default() };
+        let Newest { all_contributions, durable, .. } = *self;
+        *self = Newest { all_contributions, durable, meta, ..Newest::default() };
     }
 }

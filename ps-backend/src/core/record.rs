@@ -58,6 +58,11 @@ impl JobRecord {
 }
 
 impl JobCore {
+    /// There is a snapshot of this version in the job's store.
+    pub fn set_durable(&mut self, version: Version) {
+        self.newest.durable = Some(version);
+    }
+
     /// The record of the newest version.
     pub fn record(&self) -> JobRecord {
         let of_member = |member: &Member| LearnerRecord {

@@ -74,6 +74,11 @@ impl JobCore {
         &self.newest.meta
     }
 
+    /// The newest version of which there is a snapshot in the job's store.
+    pub fn durable(&self) -> Option<Version> {
+        self.newest.durable
+    }
+
     /// The number of learners whose contribution to the coming version is in.
     pub fn committed(&self) -> usize {
         self.committed.len()

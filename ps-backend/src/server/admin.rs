@@ -99,7 +99,8 @@ pub(super) fn status(shared: &Shared) -> Value {
     let models: Vec<Value> = models
         .iter()
         .map(|(name, model)| {
-            let mut status = status_of(name, model);
+            let snapshots = shared.snapshots.schedules.status(model.generation);
+            let mut status = status_of(name, model, &snapshots.unwrap_or_default());
             status["not_in_registry"] = json!(shared.standing.lock().why_unknown(model.generation));
             status
         })
@@ -140,7 +141,7 @@ fn has_room(record: &ModelRecord, shard: ShardId) -> Result<(), MakeError> {
     }
 }
 
-fn status_of(name: &str, model: &HostedModel) -> Value {
+fn status_of(name: &str, model: &HostedModel, snapshots: &Value) -> Value {
     let (version, plan) = model.partition.progress();
     let (memory, taken) = (model.partition.store().bytes(), model.partition.store().taken());
     let coordinator = model.coordinator.as_ref().map(|coordinator| {
@@ -179,6 +180,7 @@ fn status_of(name: &str, model: &HostedModel) -> Value {
             "contributions": status.contributions,
             "readers": status.readers.iter().map(ReaderState::to_json).collect::<Vec<_>>(),
             "held_by": status.held_by,
+            "snapshots": snapshots,
             "relays": status.relays,
             "unreachable": unreachable,
             "late": status.late.map(|(late, waited)| json!({

@@ -230,6 +230,15 @@ impl Captures {
         !inner.all.is_empty()
     }
 
+    /// A copy, and which blocks of the model it is of. It stays for a while from now on.
+    pub(super) fn copied(&self, name: Name) -> Result<(Arc<Copied>, PartitionLayout), Refusal> {
+        let all = &mut self.0.lock().all;
+        let capture = all.get_mut(&name).ok_or_else(unknown)?;
+        let Stage::Copied(copied) = &capture.stage else { return Err(unknown()) };
+        capture.until = Instant::now() + UNUSED;
+        Ok((Arc::clone(copied), capture.partition.clone()))
+    }
+
     /// A piece of a copy.
     pub(super) fn fetch(&self, name: Name, (block, what): Piece) -> Result<Vec<u8>, Refusal> {
         let (copied, local) = {

@@ -55,15 +55,17 @@ pub(super) fn of_snapshot(
             let version = pin(shared, (generation, snapshot), epoch, slots, holds)?;
             Ok((Message::Pinned { version }, None))
         }
-        Message::Copy { generation, snapshot, version, slots } => {
-            shared.captures.copy((generation, snapshot), version, slots, &*shared.executor).map(done)
-        }
+        Message::Copy { generation, snapshot, version, slots } => shared
+            .snapshots
+            .captures
+            .copy((generation, snapshot), version, slots, &*shared.executor)
+            .map(done),
         Message::FetchCopy { generation, snapshot, block, what } => {
-            let bytes = shared.captures.fetch((generation, snapshot), (block, what))?;
+            let bytes = shared.snapshots.captures.fetch((generation, snapshot), (block, what))?;
             Ok((Message::Fetched, Some(bytes)))
         }
         Message::Release { generation, snapshot } => {
-            shared.captures.release((generation, snapshot));
+            shared.snapshots.captures.release((generation, snapshot));
             Ok((Message::Done, None))
         }
         Message::BeginAt { generation } => begin_at(shared, generation, payload).map(done),
@@ -84,7 +86,7 @@ fn pin(shared: &Arc<Shared>, name: Name, epoch: Epoch, slots: u8, holds: bool) -
                 let Some(shared) = weak.upgrade().filter(|shared| !shared.ending.has_begun()) else {
                     return;
                 };
-                if !shared.captures.expire(Instant::now()) {
+                if !shared.snapshots.captures.expire(Instant::now()) {
                     return;
                 }
             }
@@ -93,11 +95,11 @@ fn pin(shared: &Arc<Shared>, name: Name, epoch: Epoch, slots: u8, holds: bool) -
         spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to end it: {error}")))
     };
     if holds {
-        return shared.captures.pin(name, partition.store());
+        return shared.snapshots.captures.pin(name, partition.store());
     }
-    shared.captures.reserve(name, partition.store(), slots, starts_expiry)?;
+    shared.snapshots.captures.reserve(name, partition.store(), slots, starts_expiry)?;
     // Who saves again soon waits here, where the coordinator is patient.
-    while shared.captures.rests(name.0, Instant::now()) && !shared.ending.has_begun() {
+    while shared.snapshots.captures.rests(name.0, Instant::now()) && !shared.ending.has_begun() {
         std::thread::sleep(CHECK_INTERVAL);
     }
     Ok(partition.progress().0)
@@ -116,13 +118,42 @@ fn begin_at(shared: &Shared, generation: Generation, record: &[u8]) -> Result<()
     Ok(())
 }
 
-/// Takes a snapshot of a model that is coordinated here. This takes a while.
+/// Takes a snapshot of a model that is coordinated here, for whoever fetches it. This takes a while.
 fn capture(
     shared: &Arc<Shared>,
     (model, generation): (&str, Generation),
     epoch: Epoch,
     here: AnswersHere,
 ) -> AdminAnswer {
+    let mut random = [0; 8];
+    getrandom::fill(&mut random).map_err(Refusal::other)?;
+    let snapshot = u64::from_le_bytes(random);
+    let taken = take(shared, (model, generation), epoch, (snapshot, here))?;
+    let said = json!({ "record": taken.record, "settings": taken.settings });
+    let payload = serde_json::to_vec(&said).map_err(Refusal::other)?;
+    Ok((Message::Captured { snapshot }, Some(payload)))
+}
+
+/// A snapshot of which every shard has a copy.
+pub(super) struct Taken {
+    /// The shards.
+    pub(super) peers: BTreeMap<ShardId, Arc<PeerShard>>,
+    /// The record of the job.
+    pub(super) record: JobRecord,
+    /// All settings.
+    pub(super) settings: BTreeMap<String, String>,
+}
+
+/// Takes a snapshot of this name of a model that is coordinated here. This takes a while.
+///
+/// # Errors
+/// Why not. No copy is left then.
+pub(super) fn take(
+    shared: &Arc<Shared>,
+    (model, generation): (&str, Generation),
+    epoch: Epoch,
+    (snapshot, here): (u64, AnswersHere),
+) -> Result<Taken, Refusal> {
     let coordinator = models::coordinator_of(shared, model, generation)?;
     // A move of the model pins it by itself.
     let alone = coordinator.moves.alone.try_lock_for(PROMPT).ok_or_else(|| {
@@ -132,9 +163,6 @@ fn capture(
     if expected != epoch {
         return Err(Refusal::Epoch { expected, got: epoch });
     }
-    let mut random = [0; 8];
-    getrandom::fill(&mut random).map_err(Refusal::other)?;
-    let snapshot = u64::from_le_bytes(random);
     let records = shared.directory.ask(|registry, deadline| registry.shards(deadline));
     let records =
         records.map_err(|error| Refusal::other(format!("the registry cannot be asked: {error}")))?;
@@ -149,7 +177,7 @@ fn capture(
     let taken = capturing.take();
     drop(alone);
     match taken {
-        Ok(payload) => Ok((Message::Captured { snapshot }, Some(payload))),
+        Ok((record, settings)) => Ok(Taken { peers: capturing.peers, record, settings }),
         Err(refusal) => {
             // Shards out of reach give the snapshot up by themselves.
             let _ = capturing.all(PROMPT, &Message::Release { generation, snapshot });
@@ -167,7 +195,7 @@ fn owners_of(shared: &Shared, model: &str) -> Result<Vec<ShardId>, Refusal> {
 }
 
 impl Capturing<'_> {
-    fn take(&self) -> Result<Vec<u8>, Refusal> {
+    fn take(&self) -> Result<(JobRecord, BTreeMap<String, String>), Refusal> {
         let slots = slots(&self.coordinator.record().0);
         let (generation, epoch, snapshot) = (self.generation, self.epoch, self.snapshot);
         let pin = |holds| Message::Pin { generation, epoch, snapshot, slots, holds };
@@ -195,30 +223,41 @@ impl Capturing<'_> {
         let (version, slots) = (record.version, slots_of(&record));
         self.all(PATIENT, &Message::Copy { generation, snapshot, version, slots })?;
         tracing::info!(model = %self.coordinator.model, %version, "a snapshot was taken");
-        let settings = snapshot::settings(&controls);
-        serde_json::to_vec(&json!({ "record": record, "settings": settings })).map_err(Refusal::other)
+        Ok((record, snapshot::settings(&controls)))
     }
 
-    /// Sends some shards a request at once. All answers are awaited, and are in the order of the shards.
     fn ask<'a>(
         &self,
         peers: impl Iterator<Item = &'a Arc<PeerShard>> + Clone,
         within: Duration,
         message: &Message,
     ) -> Result<Vec<Message>, Refusal> {
-        let asked = ask_all(self.shared, peers.clone().cloned(), message, &Arc::from([]), within);
-        let mut answers: BTreeMap<_, _> = asked.into_iter().collect();
-        let answer = |peer: &Arc<PeerShard>| {
-            let answer = answers.remove(&peer.shard()).unwrap_or_else(|| Err("a thread panicked".into()));
-            let named = |why| Refusal::other(format!("shard {} at {}: {why}", peer.shard(), peer.address()));
-            answer.map_err(named)
-        };
-        peers.map(answer).collect()
+        ask_each(self.shared, peers, within, message)
     }
 
     fn all(&self, within: Duration, message: &Message) -> Result<Vec<Message>, Refusal> {
         self.ask(self.peers.values(), within, message)
     }
+}
+
+/// Sends some shards a request at once. All answers are awaited, and are in the order of the shards.
+///
+/// # Errors
+/// That of the first shard which refuses it, or cannot be asked.
+pub(super) fn ask_each<'a>(
+    shared: &Arc<Shared>,
+    peers: impl Iterator<Item = &'a Arc<PeerShard>> + Clone,
+    within: Duration,
+    message: &Message,
+) -> Result<Vec<Message>, Refusal> {
+    let asked = ask_all(shared, peers.clone().cloned(), message, &Arc::from([]), within);
+    let mut answers: BTreeMap<_, _> = asked.into_iter().collect();
+    let answer = |peer: &Arc<PeerShard>| {
+        let answer = answers.remove(&peer.shard()).unwrap_or_else(|| Err("a thread panicked".into()));
+        let named = |why| Refusal::other(format!("shard {} at {}: {why}", peer.shard(), peer.address()));
+        answer.map_err(named)
+    };
+    peers.map(answer).collect()
 }
 
 /// The number of kinds of optimizer state that may be needed.

@@ -1,5 +1,7 @@
 //! A model in one process: its coordinator, the partition with all of its blocks, and their interface for the client.
 
+mod saving;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Weak};
@@ -25,6 +27,7 @@ use crate::partition::executor::Executor;
 use crate::partition::store::PartitionError;
 use crate::snapshot::{self, Copied, Load, SnapshotError, Source};
 use crate::state_copies::StateCopies;
+pub use saving::Saver;
 
 /// Longest wait for a moment at which the coordinator and the partition are at the same version.
 const CAPTURING: Duration = Duration::from_secs(10);

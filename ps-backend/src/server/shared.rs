@@ -3,10 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use libmodelio::registry::RegistryError;
 use libmodelio::transport::reactor::Handle;
-use libmodelio::vocabulary::ids::Generation;
+use libmodelio::vocabulary::ids::{Generation, Version};
+use libmodelio::vocabulary::snapshots::Every;
 use libmodelio::wire::{Fate, ModelRecord, Refusal};
 use parking_lot::Mutex;
 
@@ -22,6 +24,8 @@ use super::options::ServerOptions;
 use super::origins::Origins;
 use super::partition::{Partition, PartitionOptions};
 use super::redirect::{Gone, Redirect};
+use super::saves::Saves;
+use super::schedules::Schedules;
 use super::standing::{Standing, life};
 use super::status_text::StatusText;
 use crate::core::JobRecord;
@@ -63,6 +67,23 @@ impl Limits {
     }
 }
 
+/// Copies of versions for snapshots, what is being written of them, and when they are taken.
+#[derive(Default)]
+pub(super) struct Snapshots {
+    pub captures: Captures,
+    pub saves: Saves,
+    pub schedules: Schedules,
+}
+
+impl Snapshots {
+    /// Whether a snapshot of a model is to be begun: one is due, and none is being written. Returns the time.
+    pub(super) fn begins(&self, model: Generation, every: Every, version: Version) -> Option<Duration> {
+        let now = self.schedules.now();
+        let is_due = self.schedules.with(model, |schedule| schedule.is_due(every, version, now));
+        (is_due && !self.saves.is_running(model)).then_some(now)
+    }
+}
+
 /// The common state of a process's connections.
 pub(super) struct Shared {
     pub options: ServerOptions,
@@ -76,8 +97,7 @@ pub(super) struct Shared {
     pub creations: Mutex<BTreeMap<Generation, Creation>>,
     /// Partitions for block maps that are not in force yet.
     pub incoming: IncomingPartitions,
-    /// Copies of versions, for snapshots.
-    pub captures: Captures,
+    pub snapshots: Snapshots,
     /// The models that have moved away.
     pub gone: Gone,
     /// The standing with the registry.

@@ -8,7 +8,7 @@ use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::DataKind;
 use parking_lot::Mutex;
 
-use super::{SnapshotError, pieces};
+use super::{Piece, SnapshotError, pieces};
 use crate::memory;
 use crate::partition::executor::Executor;
 use crate::partition::store::PinnedState;
@@ -120,6 +120,12 @@ impl Copied {
         let kind = self.kinds.iter().find(|kind| kind.what == what);
         let ends = kind.and_then(|kind| Some((kind, kind.starts.get(block.index()..block.index() + 2)?)));
         ends.map_or(&[], |(kind, ends)| &kind.bytes[ends[0]..ends[1]])
+    }
+
+    /// All data: kind by kind, and of each kind block by block.
+    pub fn pieces(&self) -> impl Iterator<Item = (Piece, &[u8])> {
+        let of = pieces(&self.layout, self.kinds.iter().map(|kind| kind.what));
+        of.map(|piece| (piece, self.bytes(piece.0, piece.1)))
     }
 
     /// All that is kept of a kind, block by block.

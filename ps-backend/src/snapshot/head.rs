@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 use libmodelio::vocabulary::dtype::DType;
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::wire::ModelRecord;
 use serde::{Deserialize, Serialize};
 
 use super::SnapshotError;
@@ -52,6 +53,27 @@ impl Head {
             tensors: tensors.map(|t| (t.name.clone(), t.dtype.name(), t.shape.clone())).collect(),
             metadata,
         }
+    }
+
+    /// The head for the model and the job of these records.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Invalid`] if the model's record is of none.
+    pub fn of(
+        model: &ModelRecord,
+        record: JobRecord,
+        settings: BTreeMap<String, String>,
+    ) -> Result<Head, SnapshotError> {
+        let layout = model.layout().map_err(|error| SnapshotError::Invalid(error.to_string()))?;
+        let tensors = layout.tensors().iter();
+        Ok(Head {
+            model: model.name.clone(),
+            record,
+            settings,
+            block_size: model.block_size,
+            tensors: tensors.map(|t| (t.name.clone(), t.dtype.name(), t.shape.clone())).collect(),
+            metadata: model.metadata.clone(),
+        })
     }
 
     /// How the model lies in memory, in blocks of `block_size`.

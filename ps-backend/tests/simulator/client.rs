@@ -163,7 +163,7 @@ impl World {
             }
             // Everything is looked through after each event.
             Action::Relay => self.relay_changes(index),
-            Action::Wake(_) | Action::State | Action::Offered(_) | Action::Readers => {}
+            Action::Wake(_) | Action::State | Action::Offered(_) | Action::Readers | Action::Durable => {}
             Action::Answer(token, result) => {
                 // What the core asks for by itself has no program.
                 if let Some((program, asked, _)) = self.clients[index].tokens.remove(&token) {

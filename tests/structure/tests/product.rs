@@ -19,11 +19,11 @@ const MOST_FIELDS: usize = 15;
 
 /// Structs with more fields, and how many they have. Settings and messages may grow.
 const OF_MANY_FIELDS: [(&str, &str, usize, Why); 5] = [
-    ("Controls", "modelio-base/src/vocabulary/controls.rs", 27, Why::Settings),
+    ("Controls", "modelio-base/src/vocabulary/controls.rs", 31, Why::Settings),
     ("RdmaOptions", "gradfs-rdma/src/options.rs", 18, Why::Settings),
-    ("JobArgs", "fs-daemon/src/config/job.rs", 27, Why::Settings),
+    ("JobArgs", "fs-daemon/src/config/job.rs", 31, Why::Settings),
     ("RdmaArgs", "fs-daemon/src/config/rdma.rs", 17, Why::Settings),
-    ("JobState", "libmodelio/src/wire/message.rs", 23, Why::Message),
+    ("JobState", "libmodelio/src/wire/message.rs", 24, Why::Message),
 ];
 
 /// Types with methods in files that are neither theirs nor private children of theirs, and in how many. First the

@@ -73,7 +73,22 @@ macro_rules! merge {
 fn every_command_has_help_with_examples() {
     let mut line = Line::command();
     let names: Vec<String> = line.get_subcommands().map(|command| command.get_name().to_owned()).collect();
-    assert_eq!(names, ["registry", "shard", "create", "mount", "status", "save", "delete", "drain"]);
+    assert_eq!(
+        names,
+        [
+            "registry",
+            "shard",
+            "create",
+            "mount",
+            "status",
+            "save",
+            "snapshot",
+            "snapshots",
+            "verify",
+            "delete",
+            "drain"
+        ]
+    );
     for name in names {
         let help = line.find_subcommand_mut(&name).unwrap().render_long_help().to_string();
         assert!(help.contains("Examples:\n  "), "{help}");

@@ -74,6 +74,9 @@ impl ClientCore {
         self.check_readers(state.readers, actions);
         let offered = self.offered_version();
         self.coordination.reports(state.phase == JobPhase::Failed, now);
+        if state.durable != self.state.durable {
+            actions.push(Action::Durable);
+        }
         self.state = state;
         if self.way.is_in_place() {
             self.release_left(actions);

@@ -6,6 +6,7 @@ use libmodelio::transport::frames::Link;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Epoch, Generation, Version};
 use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::snapshots::SnapshotSettings;
 use libmodelio::wire::Refusal;
 
 use super::Coordinator;
@@ -45,6 +46,18 @@ impl Coordinator {
         let state = self.state.lock();
         let job = state.core.job();
         (job.version(), job.state_of(), job.controls().clone())
+    }
+
+    /// The newest version, and the settings of snapshots.
+    pub(in crate::server) fn snapshots(&self) -> (Version, SnapshotSettings) {
+        let state = self.state.lock();
+        let job = state.core.job();
+        (job.version(), job.controls().snapshots.clone())
+    }
+
+    /// A snapshot of this version is in its store.
+    pub(in crate::server) fn is_durable(&self, version: Version) {
+        self.with_core(|state, now, actions| state.core.is_durable(version, now, actions));
     }
 
     /// The record of the job at its newest version, and the settings.

@@ -13,6 +13,7 @@ use crate::server::errands::ErrandKind;
 use crate::server::models;
 use crate::server::partition::Partition;
 use crate::server::shared::Shared;
+use crate::server::snapshots;
 use crate::server::unsent::AdminAnswer;
 
 /// Whether a message is one of those by which shards move blocks, or of those about snapshots.
@@ -32,6 +33,8 @@ pub(in crate::server) fn is_between_shards(message: &Message) -> bool {
             | Message::FetchCopy { .. }
             | Message::Release { .. }
             | Message::BeginAt { .. }
+            | Message::TakeSnapshot { .. }
+            | Message::SaveCopy { .. }
     )
 }
 
@@ -74,6 +77,13 @@ pub(in crate::server) fn between_shards(
         }
         Message::StopMove { model, generation, off } => {
             mover::stop_move(shared, &model, generation, off).map(done)
+        }
+        Message::TakeSnapshot { model, generation, epoch, snapshot, to } => {
+            let life = (&*model, generation, epoch);
+            Ok((snapshots::take(shared, life, (snapshot, to), between_shards)?, None))
+        }
+        Message::SaveCopy { generation, snapshot, to, before } => {
+            Ok((snapshots::save_copy(shared, (generation, snapshot), (to, before))?, None))
         }
         other => capturing::of_snapshot(shared, other, payload, between_shards),
     }

@@ -80,6 +80,11 @@ impl PackedReader {
         })
     }
 
+    /// The store.
+    pub fn store(&self) -> &Arc<dyn Objects> {
+        &self.store
+    }
+
     /// The subject of the snapshot.
     pub fn head(&self) -> &Head {
         &self.description.head

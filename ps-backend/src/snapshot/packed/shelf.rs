@@ -1,11 +1,17 @@
 //! All snapshots of a store.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::description::Description;
+use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::snapshots::{Every, SnapshotSettings};
+use serde::{Deserialize, Serialize};
+
+use super::description::{Description, FORMAT};
 use super::places::Places;
+use crate::snapshot::manifest::{seal, unseal};
 use crate::snapshot::{Head, SnapshotError};
 use crate::stores::{self, Existing, Objects, StoreError};
 
@@ -23,6 +29,24 @@ pub struct Keep {
     pub every: Duration,
 }
 
+impl Keep {
+    /// What the settings of a job say.
+    pub fn of(settings: &SnapshotSettings) -> Keep {
+        let every = match settings.keep_every {
+            Every::Time(time) => time,
+            Every::Never | Every::Versions(_) => Duration::ZERO,
+        };
+        Keep { newest: settings.keep as usize, every }
+    }
+}
+
+/// The places of one writer's part.
+#[derive(Serialize, Deserialize)]
+struct PartFile {
+    format: u64,
+    places: Places,
+}
+
 /// The snapshots of a store.
 #[derive(Clone, Debug)]
 pub struct Shelf {
@@ -38,9 +62,24 @@ impl Shelf {
         Ok(Shelf { store: stores::open(url)? })
     }
 
+    /// The snapshots of a store.
+    pub fn of(store: Arc<dyn Objects>) -> Shelf {
+        Shelf { store }
+    }
+
     /// The store.
     pub fn store(&self) -> &Arc<dyn Objects> {
         &self.store
+    }
+
+    /// The address of the store.
+    pub fn url(&self) -> &str {
+        self.store.url()
+    }
+
+    /// Whether a local directory has snapshots of this kind.
+    pub fn is_in(dir: &Path) -> bool {
+        dir.join(DESCRIPTIONS).is_dir()
     }
 
     /// The names of the snapshots, the oldest first.
@@ -62,9 +101,68 @@ impl Shelf {
         Description::decode(&format!("{}/{object}", self.store.url()), self.store.get(&object)?)
     }
 
+    /// The version of a snapshot of this name.
+    pub fn version_of(name: &str) -> Option<Version> {
+        name.split('-').nth(1)?.strip_prefix('v')?.parse().ok().map(Version)
+    }
+
     /// The name of packs of one writer of a snapshot.
     pub fn pack_name(snapshot: u64, writer: u32) -> String {
         format!("{PACKS}/{snapshot:016x}-{writer}")
+    }
+
+    /// Leaves a mark that a snapshot begins here. Its writers look for it.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn begin(&self, snapshot: u64) -> Result<(), StoreError> {
+        self.store.put(&begun(snapshot), &[b"begun"], Existing::Kept)
+    }
+
+    /// Whether a snapshot has begun in this very store.
+    ///
+    /// # Errors
+    /// [`StoreError`]; [`StoreError::Missing`] if it has not.
+    pub fn check_begun(&self, snapshot: u64) -> Result<(), StoreError> {
+        self.store.get(&begun(snapshot)).map(drop)
+    }
+
+    /// Leaves the places of one writer's part of a snapshot.
+    ///
+    /// # Errors
+    /// [`SnapshotError`].
+    pub fn add_part(&self, snapshot: u64, writer: u32, places: &Places) -> Result<(), SnapshotError> {
+        let part = PartFile { format: FORMAT, places: places.clone() };
+        let text = serde_json::to_string(&part).map(seal);
+        let text = text.map_err(|error| SnapshotError::Invalid(error.to_string()))?;
+        Ok(self.store.put(&part_name(snapshot, writer), &[text.as_bytes()], Existing::Replaced)?)
+    }
+
+    /// The places of all parts, which these writers have left.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; [`SnapshotError::Invalid`] if two have a piece.
+    pub fn parts(&self, snapshot: u64, writers: impl Iterator<Item = u32>) -> Result<Places, SnapshotError> {
+        let mut places = Places::default();
+        for writer in writers {
+            let name = part_name(snapshot, writer);
+            let text = unseal(name.as_ref(), self.store.get(&name)?, FORMAT)?;
+            let damaged = |error: serde_json::Error| SnapshotError::damaged(name.as_ref(), error.to_string());
+            let part: PartFile = serde_json::from_str(&text).map_err(damaged)?;
+            if !places.add_all(&part.places) {
+                return Err(SnapshotError::Invalid(format!("{name} has pieces that another part has")));
+            }
+        }
+        Ok(places)
+    }
+
+    /// Removes what [`Self::begin`] and [`Self::add_part`] have left.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn end(&self, snapshot: u64, mut writers: impl Iterator<Item = u32>) -> Result<(), StoreError> {
+        writers.try_for_each(|writer| self.store.delete(&part_name(snapshot, writer)))?;
+        self.store.delete(&begun(snapshot))
     }
 
     /// All parts of a snapshot are written: it counts from now on. Returns its name.
@@ -78,7 +176,10 @@ impl Shelf {
         taken: u64,
         places: Places,
     ) -> Result<String, SnapshotError> {
-        let name = format!("v{:020}-{snapshot:016x}", head.record.version.0);
+        // A job that goes on from an older version takes snapshots of lower ones again: the last one is the newest.
+        let number = |name: &String| name.split('-').next()?.parse::<u64>().ok();
+        let last = self.names()?.last().and_then(number).unwrap_or(0);
+        let name = format!("{:010}-v{}-{snapshot:016x}", last + 1, head.record.version);
         let text = Description::new(head, taken, places)?.encode()?;
         self.store.put(&format!("{DESCRIPTIONS}/{name}.json"), &[text.as_bytes()], Existing::Kept)?;
         Ok(name)
@@ -113,6 +214,16 @@ impl Shelf {
         }
         [DESCRIPTIONS, PACKS].into_iter().try_for_each(|folder| Ok(self.store.tidy(folder)?))
     }
+}
+
+/// The mark of a snapshot that begins.
+fn begun(snapshot: u64) -> String {
+    format!("{PACKS}/{snapshot:016x}.begun")
+}
+
+/// The object with the places of a part.
+fn part_name(snapshot: u64, writer: u32) -> String {
+    format!("{}.json", Shelf::pack_name(snapshot, writer))
 }
 
 /// Which of the snapshots that were taken at these times stay; the oldest is the first.

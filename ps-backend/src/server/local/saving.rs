@@ -1,0 +1,104 @@
+//! Snapshots of a model in one process, as its settings say.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::layout::ModelLayout;
+use parking_lot::Mutex;
+
+use super::LocalShard;
+use crate::snapshot::{Head, Keep, SavedSnapshot, Shelf, SnapshotError, SnapshotSchedule};
+
+/// How often it is looked whether a snapshot is due.
+const TICK: Duration = Duration::from_millis(100);
+
+/// What takes the snapshots of a model.
+pub struct Saver {
+    shard: Weak<LocalShard>,
+    model: String,
+    layout: Arc<ModelLayout>,
+    metadata: BTreeMap<String, String>,
+    /// The model goes on from the newest snapshot of its store.
+    takes_over: bool,
+    started: Instant,
+    /// Held while a snapshot is written.
+    schedule: Mutex<SnapshotSchedule>,
+}
+
+impl Saver {
+    /// Takes snapshots of the model of this shard. If it `takes_over`, it has gone on from those of its store.
+    pub fn new(
+        shard: &Weak<LocalShard>,
+        (model, layout): (&str, &Arc<ModelLayout>),
+        metadata: BTreeMap<String, String>,
+        takes_over: bool,
+    ) -> Saver {
+        let (shard, model, layout) = (shard.clone(), model.to_owned(), Arc::clone(layout));
+        let (started, schedule) = (Instant::now(), Mutex::default());
+        Saver { shard, model, layout, metadata, takes_over, started, schedule }
+    }
+
+    /// Takes snapshots when they are due, until the model ends.
+    pub fn run(&self) {
+        loop {
+            std::thread::sleep(TICK);
+            let Some(shard) = self.shard.upgrade() else { return };
+            let (version, settings) = shard.coordinator.snapshots();
+            let mut schedule = self.schedule.lock();
+            if !settings.to.is_empty() && schedule.is_due(settings.every, version, self.started.elapsed()) {
+                self.save(&shard, &mut schedule);
+            }
+        }
+    }
+
+    /// Takes a snapshot of the newest version, unless there is one. Returns the version, or nothing if the job has no place
+    /// for snapshots.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn save_now(&self) -> Result<Option<Version>, String> {
+        let Some(shard) = self.shard.upgrade() else { return Ok(None) };
+        let (version, settings) = shard.coordinator.snapshots();
+        if settings.to.is_empty() {
+            return Ok(None);
+        }
+        let mut schedule = self.schedule.lock();
+        if schedule.newest() != Some(version) {
+            self.save(&shard, &mut schedule);
+        }
+        schedule.why().map_or(Ok(schedule.newest()), Err)
+    }
+
+    fn save(&self, shard: &LocalShard, schedule: &mut SnapshotSchedule) {
+        let begun = self.started.elapsed();
+        match self.write(shard) {
+            Ok(saved) => {
+                let SavedSnapshot { version, bytes: (of, written) } = saved;
+                tracing::info!(model = self.model, %version, of, written, "a snapshot was saved");
+                schedule.saved(saved, begun, self.started.elapsed());
+                shard.coordinator.is_durable(version);
+            }
+            Err(error) => {
+                if schedule.failed(error.to_string(), self.started.elapsed()) {
+                    tracing::warn!(model = self.model, "no snapshot was saved, and the job goes on: {error}");
+                }
+            }
+        }
+    }
+
+    fn write(&self, shard: &LocalShard) -> Result<SavedSnapshot, SnapshotError> {
+        let (_, settings) = shard.coordinator.snapshots();
+        let shelf = Shelf::open(&settings.to)?;
+        shelf.claim(&self.model, shard.coordinator.life().0, self.takes_over)?;
+        let mut random = [0; 8];
+        getrandom::fill(&mut random).map_err(|error| SnapshotError::Invalid(error.to_string()))?;
+        let (record, controls, copied) = shard.capture()?;
+        let version = record.version;
+        let head = Head::new(&self.model, &self.layout, self.metadata.clone(), &controls, record);
+        let (snapshot, keep) = (u64::from_le_bytes(random), Keep::of(&settings));
+        let written = shelf.write_whole(snapshot, (head, &copied), keep, &|_| Ok(()))?;
+        Ok(SavedSnapshot { version, bytes: (copied.len(), written) })
+    }
+}

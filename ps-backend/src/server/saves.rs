@@ -1,0 +1,201 @@
+//! Snapshots that are being written into stores, and shards' parts of them. Each has a thread of its own. Whoever has
+//! begun one asks again and again how far it is.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use libmodelio::vocabulary::ids::{Generation, Version};
+use libmodelio::wire::{Message, Refusal};
+use parking_lot::{Condvar, Mutex};
+
+/// The longest wait for the end before it is told how far a save is.
+const PROMPT: Duration = Duration::from_millis(500);
+/// A save that has ended is forgotten when nobody has asked for it for so long. So is a shard's part given up.
+const UNASKED: Duration = Duration::from_secs(60);
+/// The most saves of a process.
+const MAX_SAVES: usize = 64;
+
+/// What is saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Subject {
+    /// This shard's copy of a snapshot.
+    Copy,
+    /// A whole snapshot, of which this shard has the coordinator.
+    Job,
+}
+
+/// A model's life, a snapshot of it, and what of that.
+pub(super) type SaveName = (Generation, u64, Subject);
+
+/// A save under way, or one that has ended.
+#[derive(Debug)]
+pub(super) struct Save {
+    version: AtomicU64,
+    dealt: AtomicU64,
+    of: AtomicU64,
+    written: AtomicU64,
+    /// When it was asked for last.
+    asked: Mutex<Instant>,
+    outcome: Mutex<Option<Result<(), Refusal>>>,
+    ends: Condvar,
+}
+
+impl Save {
+    fn new() -> Arc<Save> {
+        let ([version, dealt, of, written], asked) = (Default::default(), Mutex::new(Instant::now()));
+        Arc::new(Save { version, dealt, of, written, asked, outcome: Mutex::default(), ends: Condvar::new() })
+    }
+
+    /// It is of this version, and has so many bytes.
+    pub(super) fn is_of(&self, version: Version, bytes: u64) {
+        self.version.store(version.0, Ordering::Relaxed);
+        self.of.store(bytes, Ordering::Relaxed);
+    }
+
+    /// So many bytes more are dealt with.
+    pub(super) fn goes_on(&self, bytes: u64) {
+        self.dealt.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// So many bytes are dealt with, and so many of them were written.
+    pub(super) fn is_at(&self, dealt: u64, written: u64) {
+        self.dealt.store(dealt, Ordering::Relaxed);
+        self.written.store(written, Ordering::Relaxed);
+    }
+
+    /// Whether somebody has asked for it lately.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.asked.lock().elapsed() < UNASKED
+    }
+
+    fn end(&self, outcome: Result<(), Refusal>) {
+        *self.outcome.lock() = Some(outcome);
+        self.ends.notify_all();
+    }
+
+    /// How far it is, at its end or after `within`.
+    fn state(&self, within: Duration) -> Result<Message, Refusal> {
+        let mut outcome = self.outcome.lock();
+        if outcome.is_none() {
+            self.ends.wait_for(&mut outcome, within);
+        }
+        let ended = outcome.clone().transpose()?.is_some();
+        let number = |of: &AtomicU64| of.load(Ordering::Relaxed);
+        let (version, dealt) = (Version(number(&self.version)), number(&self.dealt));
+        Ok(Message::Saved { version, dealt, of: number(&self.of), written: number(&self.written), ended })
+    }
+}
+
+/// All saves of a process.
+#[derive(Debug, Default)]
+pub(super) struct Saves(Mutex<BTreeMap<SaveName, Arc<Save>>>);
+
+impl Saves {
+    /// How far a save is that was begun.
+    ///
+    /// # Errors
+    /// Why it has failed. [`Refusal::Other`] if it is not known.
+    pub(super) fn told(&self, name: SaveName) -> Result<Message, Refusal> {
+        let save = self.0.lock().get(&name).cloned();
+        let save = save.ok_or_else(|| Refusal::other("no such snapshot is being saved"))?;
+        *save.asked.lock() = Instant::now();
+        save.state(Duration::ZERO)
+    }
+
+    /// Whether a whole snapshot of a model is being saved.
+    pub(super) fn is_running(&self, model: Generation) -> bool {
+        Saves::find_running(&self.0.lock(), model).is_some()
+    }
+
+    fn find_running(all: &BTreeMap<SaveName, Arc<Save>>, model: Generation) -> Option<u64> {
+        let of_model = all.iter().filter(|((of, _, what), _)| (*of, *what) == (model, Subject::Job));
+        let mut running = of_model.filter(|(_, save)| save.outcome.lock().is_none());
+        running.next().map(|((_, snapshot, _), _)| *snapshot)
+    }
+
+    /// Begins a save by `work`, unless it has begun. Returns how far it is.
+    ///
+    /// # Errors
+    /// Those of `work`, and [`Refusal::Other`] without a thread, or if there are too many.
+    pub(super) fn ask(
+        &self,
+        name: SaveName,
+        work: impl FnOnce(&Save) -> Result<(), Refusal> + Send + 'static,
+    ) -> Result<Message, Refusal> {
+        let save = {
+            let all = &mut *self.0.lock();
+            all.retain(|_, save| save.outcome.lock().is_none() || save.is_wanted());
+            match all.get(&name) {
+                Some(save) => Arc::clone(save),
+                None if name.2 == Subject::Job && Saves::find_running(all, name.0).is_some() => {
+                    let why = "another snapshot of this model is being saved: run the command again later";
+                    return Err(Refusal::other(why));
+                }
+                None if all.len() >= MAX_SAVES => {
+                    return Err(Refusal::other(format!("{MAX_SAVES} snapshots are being saved")));
+                }
+                None => {
+                    let save = Save::new();
+                    let ours = Arc::clone(&save);
+                    let works = move || {
+                        let outcome = catch_unwind(AssertUnwindSafe(|| work(&ours)));
+                        ours.end(outcome.unwrap_or_else(|_| Err(Refusal::other("its thread has panicked"))));
+                    };
+                    let spawned = std::thread::Builder::new().name("saves".into()).spawn(works);
+                    spawned.map_err(|error| Refusal::other(format!("no thread to save it: {error}")))?;
+                    all.insert(name, Arc::clone(&save));
+                    save
+                }
+            }
+        };
+        *save.asked.lock() = Instant::now();
+        save.state(PROMPT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    const NAME: SaveName = (Generation(1), 7, Subject::Copy);
+
+    #[test]
+    fn a_save_is_begun_once_and_tells_how_far_it_is() {
+        let (saves, (sender, goes_on)) = (Saves::default(), channel::<()>());
+        let asks = |work: Box<dyn FnOnce(&Save) -> Result<(), Refusal> + Send>| saves.ask(NAME, work);
+        let told = asks(Box::new(move |save| {
+            save.is_of(Version(3), 10);
+            save.goes_on(4);
+            goes_on.recv().map_err(Refusal::other)?;
+            save.is_at(10, 2);
+            Ok(())
+        }));
+        let (version, of) = (Version(3), 10);
+        assert_eq!(told, Ok(Message::Saved { version, dealt: 4, of, written: 0, ended: false }));
+        sender.send(()).unwrap();
+        for _ in 0..2 {
+            let told = asks(Box::new(|_| panic!("it was begun")));
+            assert_eq!(told, Ok(Message::Saved { version, dealt: 10, of, written: 2, ended: true }));
+        }
+    }
+
+    #[test]
+    fn a_save_that_fails_or_panics_is_refused_each_time() {
+        let saves = Saves::default();
+        for (at, works) in [(1, false), (2, true)] {
+            let name = (Generation(1), at, Subject::Job);
+            for _ in 0..2 {
+                let told = saves.ask(name, move |_| match works {
+                    false => Err(Refusal::other("the disk is full")),
+                    true => panic!("it panics"),
+                });
+                assert!(matches!(told, Err(Refusal::Other(_))), "{told:?}");
+            }
+        }
+    }
+}

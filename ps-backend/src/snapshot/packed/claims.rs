@@ -1,0 +1,79 @@
+//! Whose snapshots a store has. Each claim is an object that only one writer can make, and the last one counts: a job that
+//! goes on from a snapshot takes the store over, and the job before is refused from then on.
+
+use libmodelio::vocabulary::ids::Generation;
+use serde::{Deserialize, Serialize};
+
+use super::description::FORMAT;
+use super::shelf::Shelf;
+use crate::snapshot::SnapshotError;
+use crate::snapshot::manifest::{seal, unseal};
+use crate::stores::{Existing, StoreError};
+
+/// The folder of claims. Their names rise.
+const CLAIMS: &str = "claims";
+/// How often a claim is tried while others claim the store, too.
+const TRIES: usize = 10;
+
+/// A claim.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Claim {
+    format: u64,
+    /// The model's name.
+    model: String,
+    /// Its life.
+    generation: Generation,
+}
+
+impl Shelf {
+    /// The number of the last claim, and what it says.
+    fn last_claim(&self) -> Result<Option<(u64, Claim)>, SnapshotError> {
+        let listed = self.store().list(CLAIMS)?;
+        let number = |name: &str| name.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
+        let Some((number, name)) = listed.iter().filter_map(|of| Some((number(&of.name)?, &of.name))).max()
+        else {
+            return Ok(None);
+        };
+        let text = unseal(name.as_ref(), self.store().get(name)?, FORMAT)?;
+        let claim = serde_json::from_str(&text);
+        let damaged = |error: serde_json::Error| SnapshotError::damaged(name.as_ref(), error.to_string());
+        Ok(Some((number, claim.map_err(damaged)?)))
+    }
+
+    /// Has the store for the snapshots of a model's life. If somebody has claimed it before, it is taken over or refused.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Claimed`] names whose it is. [`SnapshotError::Nothing`] for a store that lets two make one object.
+    pub fn claim(&self, model: &str, generation: Generation, takes_over: bool) -> Result<(), SnapshotError> {
+        for _ in 0..TRIES {
+            let last = self.last_claim()?;
+            let number = match last {
+                Some((_, claim)) if claim.generation == generation => return Ok(()),
+                Some((_, Claim { model, generation, .. })) if !takes_over => {
+                    let store = self.url().to_owned();
+                    return Err(SnapshotError::Claimed { store, model, generation });
+                }
+                last => last.map_or(1, |(number, _)| number + 1),
+            };
+            let claim = Claim { format: FORMAT, model: model.to_owned(), generation };
+            let text = serde_json::to_string(&claim).map(seal);
+            let text = text.map_err(|error| SnapshotError::Invalid(error.to_string()))?;
+            let name = format!("{CLAIMS}/{number:010}.json");
+            let put = || self.store().put(&name, &[text.as_bytes()], Existing::Kept);
+            match put() {
+                // Somebody else was first.
+                Err(StoreError::Exists(_)) => continue,
+                outcome => outcome?,
+            }
+            return match put() {
+                Err(StoreError::Exists(_)) => Ok(()),
+                Err(error) => Err(error.into()),
+                Ok(()) => Err(SnapshotError::Nothing(format!(
+                    "{} lets two writers make one object (it ignores if-none-match), and so may lose snapshots",
+                    self.url()
+                ))),
+            };
+        }
+        Err(SnapshotError::Nothing(format!("{} is being claimed by others, again and again", self.url())))
+    }
+}

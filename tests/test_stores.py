@@ -1,0 +1,272 @@
+"""Snapshots in stores: the shards of a job write them, and jobs go on from them, as docs/use/snapshots.md promises it."""
+
+import json
+import re
+import select
+import shutil
+
+import numpy as np
+import pytest
+from conftest import gradfs_binary  # noqa: F401
+from filetools import BLOCK, eventually
+from test_snapshots import (  # noqa: F401
+    LEARNERS,
+    SETTINGS,
+    Job,
+    gradient,
+    join,
+    manifest,
+    model,
+    owners,
+    save,
+    train,
+    whole_on_shards,
+)
+
+SAVED = re.compile(r"gradfs: saved version (\d+) of m in (\S+): (\d+) bytes, of which (\d+) were written\n")
+
+
+def snapshot(job, to, status=0):
+    """Takes a snapshot, and returns its version, its bytes and those that were written; or why there is none."""
+    done = job.cluster.run("snapshot", "m", "--to", to, "--wait")
+    assert done.returncode == status, done.stdout + done.stderr
+    if status:
+        return done.stderr
+    version, place, of, written = SAVED.fullmatch(done.stdout).groups()
+    assert place == str(to)
+    return int(version), int(of), int(written)
+
+
+def publish(mount, weights):
+    before = mount.version()
+    (mount.model / "publish").write_bytes(weights)
+    eventually(lambda: mount.version() > before)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_run_whose_shards_wrote_a_snapshot_goes_on_bit_equal(cluster, model, tmp_path, whole_on_shards, shards):
+    first = Job(cluster, 2, model=model, **SETTINGS)
+    train(first.mount, range(4))
+    version, of, written = snapshot(first, tmp_path / "store")
+    assert version == 4 and of == written > 3 * len(first.mount.weights())
+    first.kill()
+    second = Job(cluster, shards, "--from", tmp_path / "store")
+    assert second.mount.weights() == whole_on_shards[0] and second.mount.version() == 4
+    assert len(owners(second)) == shards and all(owners(second))
+    train(second.mount, range(4, 8))
+    assert second.mount.weights() == whole_on_shards[1] and second.mount.version() == 8
+    assert snapshot(second, tmp_path / "store")[0] == 8
+
+
+def test_a_snapshot_of_a_store_is_exported_as_save_writes_it(cluster, start_mount, gradfs, model, tmp_path, whole_on_shards):
+    job, store = Job(cluster, 3, model=model, **SETTINGS), tmp_path / "store"
+    train(job.mount, range(4))
+    snapshot(job, store)
+    assert job.cluster.run("save", "m", tmp_path / "saved").returncode == 0
+    done = gradfs("snapshots", "export", store, tmp_path / "exported")
+    assert done.returncode == 0 and "wrote version 4 of m" in done.stdout, done
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
+    ours, theirs = manifest(tmp_path / "exported"), manifest(tmp_path / "saved")
+    for of_one_directory in ("id", "checksum", "files"):
+        ours.pop(of_one_directory, None), theirs.pop(of_one_directory, None)
+    assert ours == theirs
+    job.kill()
+    alone = start_mount("--from", store, name="m")
+    assert alone.weights() == whole_on_shards[0]
+    join(alone)
+    train(alone, range(4, 8))
+    assert alone.weights() == whole_on_shards[1]
+
+
+def test_snapshots_are_listed_and_found_by_their_version(cluster, gradfs, model, tmp_path):
+    job, store = Job(cluster, 2, model=model, **SETTINGS), tmp_path / "store"
+    assert "no snapshot" in gradfs("snapshots", tmp_path).stdout
+    weights = []
+    for step in range(3):
+        train(job.mount, [step])
+        done = job.cluster.run("snapshot", "m", "--to", store)
+        assert done.returncode == 0, done.stderr
+        eventually(lambda: len(json.loads(gradfs("snapshots", store, "--json").stdout)) == step + 1)
+        weights.append(job.mount.weights())
+    listed = json.loads(gradfs("snapshots", store, "--json").stdout)
+    assert [(of["version"], of["model"]) for of in listed] == [(1, "m"), (2, "m"), (3, "m")]
+    assert gradfs("snapshots", store).stdout.count("version ") == 3
+    job.kill()
+    for version in (1, 3):
+        done = gradfs("snapshots", "export", f"{store}#{version}", tmp_path / f"of{version}")
+        assert done.returncode == 0, done.stderr
+        assert weights[version - 1] in (tmp_path / f"of{version}" / "model.safetensors").read_bytes()
+    again = Job(cluster, 1, "--from", f"{store}#2")
+    assert again.mount.version() == 2 and again.mount.weights() == weights[1]
+    done = gradfs("verify", f"{store}#9")
+    assert done.returncode == 1 and "has no version 9" in done.stderr
+
+
+def test_what_has_not_changed_is_not_written_again(cluster, tmp_path):
+    size = 64 * BLOCK
+    job = Job(cluster, 2, size=size, dtype="bf16", block_size=BLOCK, reducer="assign")
+    weights = bytearray(np.random.default_rng(3).integers(0, 255, size, dtype="u1").tobytes())
+    weights[1::2] = bytes(b & 0x3F for b in weights[1::2])
+    publish(job.mount, bytes(weights))
+    _, of, written = snapshot(job, tmp_path / "store")
+    assert of == written
+    assert snapshot(job, tmp_path / "store")[1:] == (of, 0)
+    weights[5 * BLOCK] ^= 1
+    publish(job.mount, bytes(weights))
+    # The block, and its masters.
+    assert snapshot(job, tmp_path / "store")[1:] == (of, 3 * BLOCK)
+    job.kill()
+    assert Job(cluster, 1, "--from", tmp_path / "store").mount.weights() == bytes(weights)
+
+
+def test_a_flipped_bit_or_half_a_pack_is_named_and_nothing_is_made_of_it(cluster, gradfs, model, tmp_path):
+    job, store = Job(cluster, 2, model=model, **SETTINGS), tmp_path / "store"
+    train(job.mount, range(1))
+    snapshot(job, store)
+    done = gradfs("verify", store)
+    assert done.returncode == 0 and "version 1 of m is as it was written" in done.stdout, done
+    pack = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_size)
+    whole = pack.read_bytes()
+    flipped = bytearray(whole)
+    flipped[BLOCK + 7] ^= 4
+    for damaged, said in ((bytes(flipped), "of block "), (whole[: len(whole) // 2], pack.name)):
+        pack.write_bytes(damaged)
+        for words in (["verify", store], ["create", "other", "--from", store, "--registry", job.cluster.registry]):
+            done = gradfs(*words)
+            assert done.returncode == 1 and said in done.stderr and pack.name in done.stderr, done
+        assert "other" not in job.cluster.status()["models"]
+    pack.write_bytes(whole)
+    description = next((store / "snapshots").iterdir())
+    description.write_text(description.read_text().replace('"version":1', '"version":2'))
+    done = gradfs("verify", store)
+    assert done.returncode == 1 and description.name in done.stderr, done
+
+
+def test_a_snapshot_that_cannot_be_written_says_why_and_the_job_goes_on(cluster, model, tmp_path):
+    job = Job(cluster, 2, model=model, **SETTINGS)
+    train(job.mount, range(1))
+    (tmp_path / "file").write_text("no directory")
+    for to, why in ((tmp_path / "file", "file"), ("/proc/nowhere", "/proc/nowhere"), ("s5://bucket", "s5")):
+        assert why in snapshot(job, to, status=1)
+    train(job.mount, range(1, 2))
+    assert job.mount.version() == 2
+    assert snapshot(job, tmp_path / "store")[0] == 2
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["claims", "packs", "snapshots"]
+    shutil.rmtree(tmp_path / "store" / "packs")
+    assert snapshot(job, tmp_path / "store")[0] == 2
+
+
+def listed(gradfs, store):
+    return [of["version"] for of in json.loads(gradfs("snapshots", store, "--json").stdout)]
+
+
+def durable(mount):
+    text = (mount.model / "durable_version").read_text()
+    return int(text) if text else None
+
+
+def test_a_job_takes_snapshots_as_its_settings_say(cluster, gradfs, model, tmp_path):
+    store = tmp_path / "store"
+    job = Job(cluster, 2, model=model, snapshot_to=store, snapshot_every=3, snapshot_keep=9, **SETTINGS)
+    eventually(lambda: durable(job.mount) == 0)
+    train(job.mount, range(2))
+    assert durable(job.mount) == 0
+    train(job.mount, [2])
+    eventually(lambda: durable(job.mount) == 3)
+    job.mount.control("snapshot_every", "0")
+    train(job.mount, range(3, 8))
+    job.mount.control("snapshot_every", "1s")
+    eventually(lambda: durable(job.mount) == 8)
+    assert listed(gradfs, store) == [0, 3, 8]
+    assert job.mount.status()["durable_version"] == 8
+    told = job.cluster.ask(job.cluster.coordinator_shard("m"))["models"][0]["coordinator"]["snapshots"]
+    assert told["durable_version"] == 8 and told["failures"] == 0 and told["bytes"] >= told["written_bytes"] > 0
+    for name, wrong in (("snapshot_to", "store"), ("snapshot_every", "often"), ("snapshot_keep", 0)):
+        with pytest.raises(OSError, match="Invalid argument"):
+            job.mount.control(name, wrong)
+
+
+def test_durable_version_says_which_version_has_a_snapshot(cluster, model, tmp_path):
+    job = Job(cluster, 2, model=model, **SETTINGS)
+    other = job.cluster.mount()
+    assert durable(job.mount) is None and durable(other) is None
+    with open(other.model / "durable_version") as file:
+        assert file.read() == ""
+        poll = select.poll()
+        poll.register(file, select.POLLPRI | select.POLLERR)
+        assert poll.poll(100) == []
+        other.control("snapshot_to", tmp_path / "store")
+        assert poll.poll(30_000)
+        file.seek(0)
+        assert file.read() == "0\n"
+    eventually(lambda: durable(job.mount) == 0)
+
+
+def test_a_snapshot_is_taken_by_command_into_the_jobs_own_store(cluster, gradfs, model, tmp_path):
+    job = Job(cluster, 2, model=model, **SETTINGS)
+    done = job.cluster.run("snapshot", "m", "--wait")
+    assert done.returncode == 1 and "control/snapshot_to" in done.stderr, done
+    job.mount.control("snapshot_every", 0)
+    job.mount.control("snapshot_to", tmp_path / "store")
+    train(job.mount, range(1))
+    done = job.cluster.run("snapshot", "m", "--wait")
+    assert done.returncode == 0 and "saved version 1 of m" in done.stdout, done
+    assert listed(gradfs, tmp_path / "store") == [1]
+
+
+def test_older_snapshots_go_and_what_others_need_stays(cluster, gradfs, tmp_path):
+    size, store = 64 * BLOCK, tmp_path / "store"
+    options = {"dtype": "bf16", "block_size": BLOCK, "reducer": "assign", "snapshot_every": 0, "snapshot_keep": 2}
+    job = Job(cluster, 2, size=size, snapshot_to=store, **options)
+    weights = bytearray(size)
+    for version in range(1, 6):
+        weights[version * BLOCK + 1] = 0x40
+        publish(job.mount, bytes(weights))
+        done = job.cluster.run("snapshot", "m", "--wait")
+        assert done.returncode == 0, done.stderr
+        assert listed(gradfs, store) == list(range(max(1, version - 1), version + 1))
+    # Most data are those of the first snapshot.
+    assert sum(pack.stat().st_size for pack in (store / "packs").iterdir()) < 4 * size
+    job.kill()
+    assert Job(cluster, 1, "--from", store).mount.weights() == bytes(weights)
+    assert gradfs("verify", f"{store}#4").returncode == 0
+
+
+def test_two_jobs_do_not_save_into_one_store(cluster, model, tmp_path):
+    first, second = (Job(cluster, 1, model=model, **SETTINGS) for _ in range(2))
+    snapshot(first, tmp_path / "store")
+    why = snapshot(second, tmp_path / "store", status=1)
+    assert "has the snapshots of model \"m\"" in why, why
+    assert snapshot(first, tmp_path / "store")[0] == 0
+
+
+def test_a_job_that_goes_on_takes_its_store_over(cluster, gradfs, model, tmp_path):
+    first = Job(cluster, 2, model=model, **SETTINGS)
+    train(first.mount, range(2))
+    snapshot(first, tmp_path / "store")
+    second = Job(cluster, 1, "--from", tmp_path / "store")
+    assert "has gone on from there" in snapshot(first, tmp_path / "store", status=1)
+    train(second.mount, range(2, 3))
+    assert snapshot(second, tmp_path / "store")[0] == 3
+    # A copy under another name is another job.
+    assert gradfs("create", "copy", "--from", tmp_path / "store", "--registry", second.cluster.registry).returncode == 0
+    assert snapshot(second, tmp_path / "store")[0] == 3
+
+
+def test_a_job_of_one_process_takes_snapshots_and_a_last_one_when_it_stops(start_mount, gradfs, model, tmp_path):
+    store = tmp_path / "store"
+    first = start_mount(model, snapshot_to=store, snapshot_every=2, name="m", **SETTINGS)
+    join(first)
+    eventually(lambda: durable(first) == 0)
+    train(first, range(2))
+    eventually(lambda: durable(first) == 2)
+    train(first, range(2, 3))
+    weights = first.weights()
+    first.stop()
+    assert listed(gradfs, store) == [0, 2, 3]
+    second = start_mount("--from", store, name="m")
+    assert second.weights() == weights and second.control("snapshot_to") == str(store)
+    join(second)
+    train(second, range(3, 5))
+    eventually(lambda: durable(second) == 5)
