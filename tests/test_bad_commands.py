@@ -170,7 +170,7 @@ def test_a_dry_run_shows_what_a_model_takes_and_mounts_nothing(gradfs, mnt):
     words = ["up", "--dry-run", "--size", "1MiB", "--reducer", "adam", "--retain", "2", "--learners", "3", mnt]
     mib = 1 << 20
     for copies, others, total in [("single", {"state": 2 * mib}, 9), ("double", {"state": 4 * mib, "sums": mib}, 12)]:
-        done = gradfs(*words, "--state", copies)
+        done = gradfs(*words, "--state-copies", copies)
         assert done.returncode == 0, done
         shown = {line.split()[0]: int(line.split()[-3]) for line in done.stdout.splitlines() if line.endswith(" GiB")}
         available = shown.pop("available")

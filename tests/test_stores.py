@@ -254,6 +254,27 @@ def test_a_job_that_goes_on_takes_its_store_over(cluster, gradfs, model, tmp_pat
     assert snapshot(second, tmp_path / "store")[0] == 3
 
 
+def test_up_with_a_state_goes_on_by_itself(start_mount, gradfs, model, tmp_path):
+    store, learners = tmp_path / "state", {**SETTINGS, "snapshot_every": 1}
+    for seen in range(3):
+        mount = start_mount(model, state=store, name="m", **learners)
+        assert mount.version() == 2 * seen and mount.control("snapshot_to") == str(store)
+        join(mount)
+        train(mount, range(2 * seen, 2 * seen + 2))
+        eventually(lambda: durable(mount) == mount.version())
+        weights = mount.weights()
+        # The last one ends by itself.
+        mount.kill() if seen < 2 else mount.stop()
+    assert listed(gradfs, store)[-1] == 6
+    mount = start_mount(state=store, size="1MiB", name="m")
+    assert mount.weights() == weights, "what is said of a blank model is for the first time"
+    for other in ("--from", "--snapshot-to"):
+        done = gradfs("up", "--state", store, other, tmp_path, model, tmp_path / "mnt")
+        assert done.returncode == 2 and "exclude each other" in done.stderr, done
+    done = gradfs("up", "--snapshot-to", store, model, model, "--name", "a", "--name", "b", tmp_path / "mnt")
+    assert done.returncode == 2 and "snapshots of one model" in done.stderr, done
+
+
 def test_a_job_of_one_process_takes_snapshots_and_a_last_one_when_it_stops(start_mount, gradfs, model, tmp_path):
     store = tmp_path / "store"
     first = start_mount(model, snapshot_to=store, snapshot_every=2, name="m", **SETTINGS)

@@ -39,7 +39,7 @@ pub enum Command {
     #[command(
         after_help = include_str!("cli/help/up.txt").trim_end(),
         override_usage = "gradfs up [OPTIONS] MODEL.safetensors... MOUNT\n       \
-                          gradfs up [OPTIONS] --size SIZE MOUNT\n       gradfs up [OPTIONS] --from DIR MOUNT\n       gradfs up --config FILE"
+                          gradfs up [OPTIONS] --size SIZE MOUNT\n       gradfs up [OPTIONS] --from DIR MOUNT\n       gradfs up [OPTIONS] --state DIR [MODEL.safetensors] MOUNT\n       gradfs up --config FILE"
     )]
     Up(UpArgs),
     /// Start learners of a mounted model on this machine, and look after them

@@ -70,8 +70,13 @@ pub struct UpArgs {
     #[command(flatten)]
     settings: Settings,
 
+    /// Keep the job's snapshots in this directory, or s3://bucket/prefix, gs:// or az://, and go on from the newest if there
+    /// is one; what else is said of the model is for the first time
+    #[arg(long, value_name = "DIR|URL", value_hint = ValueHint::AnyPath, help_heading = "Models")]
+    state: Option<PathBuf>,
+
     #[command(flatten, next_help_heading = "Daemon")]
-    state: StateArgs,
+    of_state: StateArgs,
     #[command(flatten, next_help_heading = "Daemon")]
     pub background: BackgroundArgs,
     /// Show what the models take of this machine's memory, and mount nothing; fails if it is not there
@@ -101,7 +106,7 @@ struct StateArgs {
     /// Copies of optimizer state and fp32 masters: single takes less memory; double computes a block as soon as its last
     /// contribution has come
     #[arg(long, default_value = "single", value_parser = word::<StateCopies>(StateCopies::VARIANTS))]
-    state: StateCopies,
+    state_copies: StateCopies,
     /// Device that computes new versions and has the optimizer state: cpu, or cuda:0 for the first NVIDIA GPU
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_hint = ValueHint::Other, value_parser = device)]
     device: DeviceName,
@@ -172,7 +177,7 @@ pub enum ModelSource {
 impl UpConfig {
     /// Merges `layers`, the strongest first, fills in defaults, and checks all of it.
     pub fn merge(layers: &[Layer]) -> Result<UpConfig, Error> {
-        let UpArgs { blank, settings, name, state, mounting, .. } = merged(layers)?;
+        let UpArgs { blank, settings, name, of_state: state, mounting, .. } = merged(layers)?;
         let controls = settings.controls(layers)?;
         let (device, state) = state.checked()?;
         let mounting = mounting.at(layers, UP_MOUNT, false)?;
@@ -197,16 +202,21 @@ impl UpConfig {
             layers[0].set("mount", [mount]);
             layers[0].set("models", models);
         }
-        UpConfig::merge(&layers)
+        let config = UpConfig::merge(&layers)?;
+        if !config.controls.snapshots.to.is_empty() && config.models.len() > 1 {
+            let what = "one place is for the snapshots of one model, and several are named";
+            return Err(Error::usage(what).hint("start a daemon for each"));
+        }
+        Ok(config)
     }
 }
 
 impl StateArgs {
     /// The device that computes versions, and the copies of optimizer state that the host's memory has otherwise.
     fn checked(self) -> Result<(DeviceName, StateCopies), Error> {
-        let StateArgs { device, state } = self;
+        let StateArgs { device, state_copies: state } = self;
         if matches!(device, DeviceName::Cuda(_)) && state == StateCopies::Double {
-            let what = "with --state double: a GPU has one copy of optimizer state";
+            let what = "with --state-copies double: a GPU has one copy of optimizer state";
             return Err(Error::usage(format!("--device {device} {what}")).hint("leave one of them out"));
         }
         Ok((device, state))

@@ -146,7 +146,7 @@ pub struct ShardArgs {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = whole(1..=MAX_THREADS, THREADS))]
     threads: usize,
     #[command(flatten)]
-    state: StateArgs,
+    of_state: StateArgs,
     #[command(flatten)]
     sockets: SocketArgs,
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
@@ -541,7 +541,7 @@ impl ShardConfig {
         let is_other = |registry: &RegistryAt| {
             registry.process().is_none_or(|registry| *registry != advertise && *registry != listen)
         };
-        let (device, state) = args.state.checked()?;
+        let (device, state) = args.of_state.checked()?;
         Ok(ShardConfig {
             registry: args.common.registry.filter(is_other),
             registry_state: args.kept.registry_state,

@@ -9,8 +9,8 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, ValueHint};
 
 use libmodelio::vocabulary::schedule::Schedule;
-use ps_backend::snapshot::{MANIFEST, Stored};
-use ps_backend::stores::is_url;
+use ps_backend::snapshot::{MANIFEST, Shelf, Stored};
+use ps_backend::stores::{absolute_url, is_url};
 
 use super::values::not_a_word;
 use crate::error::Error;
@@ -209,7 +209,12 @@ impl Vocabulary {
         if let Some(path) = file {
             layers.push(self.file(&path)?);
         }
-        let from = layers.iter().find_map(|layer| layer.get("from")?.last().map(PathBuf::from));
+        let named =
+            |layers: &[Layer], key| layers.iter().find_map(|layer| layer.get(key)?.last().map(PathBuf::from));
+        if let Some(state) = named(&layers, "state") {
+            self.go_on_in(&state, &mut layers)?;
+        }
+        let from = named(&layers, "from");
         if let Some(dir) = from {
             layers.push(self.snapshot(&dir, &layers)?);
         }
@@ -246,6 +251,33 @@ impl Vocabulary {
             layer.values.insert(key, values);
         }
         layer
+    }
+
+    /// The job keeps its snapshots in `state`. If there is one, it goes on from that, in place of a blank model.
+    fn go_on_in(&'static self, state: &Path, layers: &mut [Layer]) -> Result<(), Error> {
+        if let Some((origin, _)) = ["from", "snapshot_to"].into_iter().find_map(|key| strongest(layers, key))
+        {
+            return Err(Error::usage(format!("{origin} and state exclude each other"))
+                .hint("a job with --state goes on from its own snapshots, and keeps them there"));
+        }
+        let url = absolute_url(&state.to_string_lossy());
+        let keys =
+            ["from", "snapshot_to"].map(|key| self.keys.get_key_value(key).map(|(key, _)| key.as_str()));
+        let [Some(from), Some(snapshot_to)] = keys else { return Ok(()) };
+        if Shelf::open(&url)
+            .and_then(|shelf| shelf.names())
+            .map_err(|error| Error::new(error.to_string()))?
+            .is_empty()
+        {
+            layers[0].set(snapshot_to, [url]);
+            return Ok(());
+        }
+        layers
+            .iter_mut()
+            .for_each(|layer| ["size", "dtype"].into_iter().for_each(|key| drop(layer.take(key))));
+        layers[0].set(from, [url.clone()]);
+        layers[0].set(snapshot_to, [url]);
+        Ok(())
     }
 
     /// The settings from the snapshot in `dir`, which a job that goes on from it has by default. A schedule that is given in

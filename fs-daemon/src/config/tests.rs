@@ -72,7 +72,7 @@ fn defaults() {
     assert!(refused(&[("device", "gpu")]).contains("--device: \"gpu\" is no device: use cpu, or cuda:0"));
     assert_eq!(blank(&[("device", "cpu"), ("state", "double")]).unwrap().state, StateCopies::Double);
     let both = refused(&[("device", "cuda:0"), ("state", "double")]);
-    assert!(both.contains("--device cuda:0 with --state double"), "{both}");
+    assert!(both.contains("--device cuda:0 with --state-copies double"), "{both}");
     assert_eq!(setting(&config, "reducer"), "sgd");
     assert_eq!(setting(&config, "consistency"), "sync");
 }

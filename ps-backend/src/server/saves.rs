@@ -167,19 +167,18 @@ mod tests {
     #[test]
     fn a_save_is_begun_once_and_tells_how_far_it_is() {
         let (saves, (sender, goes_on)) = (Saves::default(), channel::<()>());
-        let asks = |work: Box<dyn FnOnce(&Save) -> Result<(), Refusal> + Send>| saves.ask(NAME, work);
-        let told = asks(Box::new(move |save| {
+        let told = saves.ask(NAME, move |save| {
             save.is_of(Version(3), 10);
             save.goes_on(4);
             goes_on.recv().map_err(Refusal::other)?;
             save.is_at(10, 2);
             Ok(())
-        }));
+        });
         let (version, of) = (Version(3), 10);
         assert_eq!(told, Ok(Message::Saved { version, dealt: 4, of, written: 0, ended: false }));
         sender.send(()).unwrap();
         for _ in 0..2 {
-            let told = asks(Box::new(|_| panic!("it was begun")));
+            let told = saves.ask(NAME, |_| panic!("it was begun"));
             assert_eq!(told, Ok(Message::Saved { version, dealt: 10, of, written: 2, ended: true }));
         }
     }

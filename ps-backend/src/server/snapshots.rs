@@ -71,6 +71,7 @@ fn take_here(
     let message = Message::SaveCopy { generation, snapshot, to: to.to_owned(), before };
     let version = taken.record.version;
     let written = write(shared, save, &taken, &message)
+        .and_then(|()| shelf.check_claim(generation).map_err(Refusal::other))
         .and_then(|()| describe(&shelf, snapshot, taken_of(&taken, &record)?).map_err(Refusal::other));
     // A shard that misses this gives its copy up by itself.
     let release = Message::Release { generation, snapshot };

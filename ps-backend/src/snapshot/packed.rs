@@ -11,24 +11,22 @@
 //! | `part` | what one process writes of a snapshot |
 //! | `description` | the object without which there is no snapshot |
 //! | `reader` | a snapshot in a store as a source |
-//! | `claims` | whose snapshots a store has |
-//! | `whole` | a snapshot whose data are all in one process |
+//! | `shelf::claims` | whose snapshots a store has |
+//! | `shelf::whole` | a snapshot whose data are all in one process |
 //! | `shelf` | all snapshots of a store: which there are, and which of them stay |
 
-mod claims;
 mod description;
 mod part;
 mod places;
 mod reader;
 mod shelf;
-mod whole;
 
 pub use description::Description;
 pub use part::{Part, write_part};
 pub use places::{Pack, PieceHash, Place, Places};
 pub use reader::PackedReader;
+pub(crate) use shelf::now;
 pub use shelf::{Keep, Shelf};
-pub(crate) use whole::now;
 
 /// The most bytes of a pack, if a piece is not longer.
 pub(crate) const PACK_BYTES: usize = 64 << 20;

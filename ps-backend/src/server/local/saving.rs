@@ -1,6 +1,7 @@
 //! Snapshots of a model in one process, as its settings say.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -20,8 +21,8 @@ pub struct Saver {
     model: String,
     layout: Arc<ModelLayout>,
     metadata: BTreeMap<String, String>,
-    /// The model goes on from the newest snapshot of its store.
-    takes_over: bool,
+    /// The model goes on from a snapshot of its store, which it has not taken over yet.
+    takes_over: AtomicBool,
     started: Instant,
     /// Held while a snapshot is written.
     schedule: Mutex<SnapshotSchedule>,
@@ -36,7 +37,8 @@ impl Saver {
         takes_over: bool,
     ) -> Saver {
         let (shard, model, layout) = (shard.clone(), model.to_owned(), Arc::clone(layout));
-        let (started, schedule) = (Instant::now(), Mutex::default());
+        let (takes_over, started) = (AtomicBool::new(takes_over), Instant::now());
+        let schedule = Mutex::default();
         Saver { shard, model, layout, metadata, takes_over, started, schedule }
     }
 
@@ -91,14 +93,17 @@ impl Saver {
     fn write(&self, shard: &LocalShard) -> Result<SavedSnapshot, SnapshotError> {
         let (_, settings) = shard.coordinator.snapshots();
         let shelf = Shelf::open(&settings.to)?;
-        shelf.claim(&self.model, shard.coordinator.life().0, self.takes_over)?;
+        let generation = shard.coordinator.life().0;
+        shelf.claim(&self.model, generation, self.takes_over.load(Ordering::Relaxed))?;
+        // Once: another job may go on from there in turn.
+        self.takes_over.store(false, Ordering::Relaxed);
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(|error| SnapshotError::Invalid(error.to_string()))?;
         let (record, controls, copied) = shard.capture()?;
         let version = record.version;
         let head = Head::new(&self.model, &self.layout, self.metadata.clone(), &controls, record);
-        let (snapshot, keep) = (u64::from_le_bytes(random), Keep::of(&settings));
-        let written = shelf.write_whole(snapshot, (head, &copied), keep, &|_| Ok(()))?;
+        let (of, keep) = ((u64::from_le_bytes(random), generation), Keep::of(&settings));
+        let written = shelf.write_whole(of, (head, &copied), keep, &|_| Ok(()))?;
         Ok(SavedSnapshot { version, bytes: (copied.len(), written) })
     }
 }

@@ -1,5 +1,8 @@
 //! All snapshots of a store.
 
+mod claims;
+mod whole;
+
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
@@ -14,6 +17,7 @@ use super::places::Places;
 use crate::snapshot::manifest::{seal, unseal};
 use crate::snapshot::{Head, SnapshotError};
 use crate::stores::{self, Existing, Objects, StoreError};
+pub(crate) use whole::now;
 
 /// The folder of descriptions. Their names rise.
 const DESCRIPTIONS: &str = "snapshots";

@@ -4,8 +4,7 @@
 use libmodelio::vocabulary::ids::Generation;
 use serde::{Deserialize, Serialize};
 
-use super::description::FORMAT;
-use super::shelf::Shelf;
+use super::{FORMAT, Shelf};
 use crate::snapshot::SnapshotError;
 use crate::snapshot::manifest::{seal, unseal};
 use crate::stores::{Existing, StoreError};
@@ -40,7 +39,23 @@ impl Shelf {
         Ok(Some((number, claim.map_err(damaged)?)))
     }
 
-    /// Has the store for the snapshots of a model's life. If somebody has claimed it before, it is taken over or refused.
+    /// Whether the store still is that of this life.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Claimed`] if it is not.
+    pub fn check_claim(&self, generation: Generation) -> Result<(), SnapshotError> {
+        match self.last_claim()? {
+            Some((_, claim)) if claim.generation != generation => Err(self.claimed(claim)),
+            _ => Ok(()),
+        }
+    }
+
+    fn claimed(&self, Claim { model, generation, .. }: Claim) -> SnapshotError {
+        SnapshotError::Claimed { store: self.url().to_owned(), model, generation }
+    }
+
+    /// Has the store for the snapshots of a model's life. If somebody has claimed it before, it is taken over or refused. One
+    /// without snapshots is taken over.
     ///
     /// # Errors
     /// [`SnapshotError::Claimed`] names whose it is. [`SnapshotError::Nothing`] for a store that lets two make one object.
@@ -49,9 +64,8 @@ impl Shelf {
             let last = self.last_claim()?;
             let number = match last {
                 Some((_, claim)) if claim.generation == generation => return Ok(()),
-                Some((_, Claim { model, generation, .. })) if !takes_over => {
-                    let store = self.url().to_owned();
-                    return Err(SnapshotError::Claimed { store, model, generation });
+                Some((_, claim)) if !takes_over && !self.names()?.is_empty() => {
+                    return Err(self.claimed(claim));
                 }
                 last => last.map_or(1, |(number, _)| number + 1),
             };

@@ -2,23 +2,24 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::part::write_part;
-use super::places::Places;
-use super::shelf::{Keep, Shelf};
+use libmodelio::vocabulary::ids::Generation;
+
+use super::{Keep, Places, Shelf};
+use crate::snapshot::packed::part::write_part;
 use crate::snapshot::{Copied, Head, SnapshotError};
 
 /// The number of the only writer.
 const WRITER: u32 = 0;
 
 impl Shelf {
-    /// Writes a snapshot of this name, and removes the older ones that need not stay. Calls `done` with the number of bytes
+    /// Writes a snapshot of this name of a model's life, which has the store, and removes the older ones that need not stay. Calls `done` with the number of bytes
     /// that are dealt with; it can return an interruption. Returns the number of bytes that were written.
     ///
     /// # Errors
     /// [`SnapshotError`]; the snapshots before are still there then.
     pub fn write_whole(
         &self,
-        snapshot: u64,
+        (snapshot, of): (u64, Generation),
         (head, copied): (Head, &Copied),
         keep: Keep,
         done: &(dyn Fn(u64) -> Result<(), SnapshotError> + Sync),
@@ -29,6 +30,7 @@ impl Shelf {
         };
         let name = Shelf::pack_name(snapshot, WRITER);
         let part = write_part(&**self.store(), &name, &before, copied.pieces(), done)?;
+        self.check_claim(of)?;
         self.add(snapshot, head, now(), part.places)?;
         self.collect(keep)?;
         Ok(part.written)
