@@ -182,6 +182,7 @@ def test_a_job_takes_snapshots_as_its_settings_say(cluster, gradfs, model, tmp_p
     assert job.mount.status()["durable_version"] == 8
     told = job.cluster.ask(job.cluster.coordinator_shard("m"))["models"][0]["coordinator"]["snapshots"]
     assert told["durable_version"] == 8 and told["failures"] == 0 and told["bytes"] >= told["written_bytes"] > 0
+    assert "newest snapshot: version 8, " in job.cluster.run("status").stdout
     for name, wrong in (("snapshot_to", "store"), ("snapshot_every", "often"), ("snapshot_keep", 0)):
         with pytest.raises(OSError, match="Invalid argument"):
             job.mount.control(name, wrong)

@@ -4,6 +4,7 @@ mod learners;
 mod mounted;
 mod readers;
 mod relays;
+mod snapshots;
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -208,6 +209,7 @@ fn for_people(status: &Value, few: Option<usize>) -> String {
                 learners::tell(&mut text, "    ", list(&coordinator["learners"]), of("consistency"), few);
                 readers::tell(&mut text, "    ", coordinator);
                 relays::tell(&mut text, "    ", coordinator);
+                snapshots::tell(&mut text, "    ", coordinator);
                 if let Some(moving) = moving(coordinator) {
                     let _ = writeln!(text, "    {moving}");
                 }

@@ -66,12 +66,12 @@ fn defaults() {
             device: DeviceName::Cpu,
         }
     );
-    assert_eq!(blank(&[("state", "double")]).unwrap().state, StateCopies::Double);
-    assert!(refused(&[("state", "triple")]).contains("single, double"));
+    assert_eq!(blank(&[("state_copies", "double")]).unwrap().state, StateCopies::Double);
+    assert!(refused(&[("state_copies", "triple")]).contains("single, double"));
     assert_eq!(blank(&[("device", "cuda:2")]).unwrap().device, DeviceName::Cuda(2));
     assert!(refused(&[("device", "gpu")]).contains("--device: \"gpu\" is no device: use cpu, or cuda:0"));
-    assert_eq!(blank(&[("device", "cpu"), ("state", "double")]).unwrap().state, StateCopies::Double);
-    let both = refused(&[("device", "cuda:0"), ("state", "double")]);
+    assert_eq!(blank(&[("device", "cpu"), ("state_copies", "double")]).unwrap().state, StateCopies::Double);
+    let both = refused(&[("device", "cuda:0"), ("state_copies", "double")]);
     assert!(both.contains("--device cuda:0 with --state-copies double"), "{both}");
     assert_eq!(setting(&config, "reducer"), "sgd");
     assert_eq!(setting(&config, "consistency"), "sync");

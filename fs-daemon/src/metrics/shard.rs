@@ -49,6 +49,16 @@ struct Coordinator {
     late: Option<LateLearners>,
     readers: Vec<Reader>,
     held_by: Vec<serde::de::IgnoredAny>,
+    snapshots: Option<Snapshots>,
+}
+
+#[derive(Deserialize)]
+struct Snapshots {
+    durable_version: Option<u64>,
+    age_seconds: Option<f64>,
+    seconds: Option<f64>,
+    written_bytes: Option<u64>,
+    failures: u64,
 }
 
 #[derive(Deserialize)]
@@ -112,6 +122,33 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
     page.text()
 }
 
+impl Snapshots {
+    fn tell(&self, page: &mut Page, model: &str) {
+        let of = &[("model", model)];
+        let written = self.written_bytes.map(|bytes| bytes as f64);
+        for (name, help, value) in [
+            (
+                "gradfs_durable_version",
+                "The newest version of which there is a snapshot in the job's store.",
+                self.durable_version.map(|version| version as f64),
+            ),
+            (
+                "gradfs_snapshot_age_seconds",
+                "How long ago the newest snapshot in the job's store was begun.",
+                self.age_seconds,
+            ),
+            ("gradfs_snapshot_seconds", "How long the newest snapshot has taken.", self.seconds),
+            ("gradfs_snapshot_written_bytes", "What was written for the newest snapshot.", written),
+        ] {
+            if let Some(value) = value {
+                page.gauge(name, help, of, value);
+            }
+        }
+        let help = "Snapshots that were to be taken and were not.";
+        page.counter("gradfs_snapshot_failures_total", help, of, self.failures as f64);
+    }
+}
+
 impl Coordinator {
     fn tell(&self, page: &mut Page, model: &str) {
         let help = "Learners in the job of a model that this shard coordinates.";
@@ -123,6 +160,9 @@ impl Coordinator {
         page.waits(model, &self.state, late);
         let readers = self.readers.iter().map(|reader| (&*reader.id, reader.applied, reader.staged));
         page.readers(model, readers, self.held_by.len());
+        if let Some(snapshots) = &self.snapshots {
+            snapshots.tell(page, model);
+        }
         for one in &self.unreachable {
             page.gauge(
                 "gradfs_shard_unreachable_seconds",
