@@ -3,6 +3,7 @@
 import json
 import re
 import select
+import signal
 import shutil
 
 import numpy as np
@@ -292,3 +293,63 @@ def test_a_job_of_one_process_takes_snapshots_and_a_last_one_when_it_stops(start
     join(second)
     train(second, range(3, 5))
     eventually(lambda: durable(second) == 5)
+
+
+def test_files_of_others_in_a_store_are_left_alone(cluster, gradfs, model, tmp_path):
+    job, store = Job(cluster, 1, model=model, snapshot_every=0, snapshot_keep=1, **SETTINGS), tmp_path / "store"
+    for folder in ("packs", "snapshots"):
+        (store / folder).mkdir(parents=True)
+    others = [store / name for name in ("packs/thesis.tar", "packs/0123.begun", "snapshots/notes.json", "snapshots/._x.json")]
+    for other in others:
+        other.write_text("mine")
+    job.mount.control("snapshot_to", store)
+    for step in range(3):
+        train(job.mount, [step])
+        done = job.cluster.run("snapshot", "m", "--wait")
+        assert done.returncode == 0, done.stderr
+        assert listed(gradfs, store) == [step + 1]
+    assert [other.read_text() for other in others] == ["mine"] * 4
+
+
+def test_another_place_has_its_snapshot_at_once(cluster, gradfs, model, tmp_path):
+    job = Job(cluster, 1, model=model, snapshot_to=tmp_path / "a", **SETTINGS)
+    eventually(lambda: listed(gradfs, tmp_path / "a") == [0])
+    job.mount.control("snapshot_to", f"{tmp_path}/b/")
+    eventually(lambda: listed(gradfs, tmp_path / "b") == [0])
+    # Another spelling is the same place.
+    train(job.mount, [0])
+    done = job.cluster.run("snapshot", "m", "--to", f"file://{tmp_path}/b", "--wait")
+    assert done.returncode == 0 and durable(job.mount) == 1, done
+    with pytest.raises(OSError, match="Invalid argument"):
+        job.mount.control("snapshot_to", f"{tmp_path}/b#3")
+
+
+def test_a_failed_snapshot_leaves_nothing(cluster, model, tmp_path):
+    job, store = Job(cluster, 2, model=model, **SETTINGS), tmp_path / "store"
+    snapshot(job, store)
+    left = sorted(store.rglob("*"))
+    other = next(shard for shard in job.cluster.shards if shard is not job.cluster.coordinator_shard("m"))
+    train(job.mount, [0])
+    with other.paused():
+        done = job.cluster.run("snapshot", "m", "--to", store, "--wait", timeout=300)
+    assert done.returncode == 1 and other.address in done.stderr, done.stderr
+    assert sorted(store.rglob("*")) == left
+
+
+def test_shards_that_are_told_to_end_take_a_last_snapshot(cluster, gradfs, model, tmp_path, whole_on_shards):
+    job, store = Job(cluster, 3, model=model, snapshot_to=tmp_path / "store", snapshot_every=0, **SETTINGS), tmp_path / "store"
+    train(job.mount, range(4))
+    for shard in job.cluster.shards:
+        shard.process.send_signal(signal.SIGTERM)
+    assert [shard.process.wait(60) for shard in job.cluster.shards] == [0, 0, 0]
+    assert listed(gradfs, store)[-1] == 4
+    job.kill()
+    assert Job(cluster, 2, "--from", store).mount.weights() == whole_on_shards[0]
+
+
+def test_a_last_snapshot_that_fails_ends_a_shard_with_1(cluster, model, tmp_path):
+    job = Job(cluster, 1, model=model, snapshot_every=0, snapshot_to="/proc/nowhere", **SETTINGS)
+    (shard,) = job.cluster.shards
+    shard.process.send_signal(signal.SIGTERM)
+    assert shard.process.wait(90) == 1
+    assert "no last snapshot was saved" in shard.stderr() and "/proc/nowhere" in shard.stderr()

@@ -142,6 +142,8 @@ pub struct UpConfig {
     pub state: StateCopies,
     /// The device that computes versions.
     pub device: DeviceName,
+    /// The job has the store of its snapshots, whoever has had it before.
+    pub owns_store: bool,
 }
 
 /// One model to serve.
@@ -188,7 +190,8 @@ impl UpConfig {
             return Err(Error::usage(message).hint("start several daemons"));
         }
         let models = named(sources, name, layers)?;
-        Ok(UpConfig { mounting, models, block_size: blank.block_size, controls, state, device })
+        let (block_size, owns_store) = (blank.block_size, strongest(layers, "state").is_some());
+        Ok(UpConfig { mounting, models, block_size, controls, state, device, owns_store })
     }
 
     /// The configuration that a command line, the environment `variables` and the file they name ask for.

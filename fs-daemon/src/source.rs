@@ -39,7 +39,7 @@ impl Source {
     pub fn goes_on_in(&self, store: &str, name: &str) -> bool {
         let snapshot = self.snapshot.as_ref().filter(|of| of.head().model == name);
         let url = snapshot.and_then(Stored::store).map(|shelf| shelf.url().to_owned());
-        url.is_some_and(|url| stores::open(store).is_ok_and(|store| store.url() == url))
+        url.is_some_and(|url| stores::absolute_url(&url) == store)
     }
 
     /// Looks at what model `name` starts from.

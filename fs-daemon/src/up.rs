@@ -9,6 +9,7 @@ use ps_backend::memory::{MemoryUse, gib};
 use ps_backend::partition::executor::{Executor, Pool};
 use ps_backend::server::local::{self, Beginning, LocalError, Saver};
 use ps_backend::state_copies::StateCopies;
+use ps_backend::stores;
 
 use crate::background::Ready;
 use crate::companions;
@@ -51,13 +52,19 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
             .map_err(|error| Error::new("cannot start the threads that reduce").caused_by(error))?;
         let (mut models, mut savers) = (Vec::new(), Vec::new());
         for (name, source, companions) in sources {
-            let takes_over = source.goes_on_in(&controls.snapshots.to, name);
+            let store = stores::absolute_url(&controls.snapshots.to);
+            let takes_over = config.owns_store || source.goes_on_in(&store, name);
+            let takes_over = takes_over.then_some(store);
             let mut model = load(name, source, (&executor, config.state), &controls)?;
             model.companions = companions;
             savers.extend(saver(&model, takes_over)?);
             models.push(Arc::new(model));
         }
-        let at_end = move || savers.iter().try_for_each(save_last);
+        let at_end = move || {
+            // All of them, also if one fails.
+            let saved: Vec<Result<(), Error>> = savers.iter().map(save_last).collect();
+            saved.into_iter().collect()
+        };
         Ok(Loaded { models, later: None, at_end: Some(Box::new(at_end)) })
     })
 }
@@ -103,7 +110,7 @@ fn copies_of(config: &UpConfig) -> Option<StateCopies> {
 }
 
 /// Starts what takes the snapshots of a model, if its job has a place for them, then or later.
-fn saver(model: &Model, takes_over: bool) -> Result<Option<(String, Arc<Saver>)>, Error> {
+fn saver(model: &Model, takes_over: Option<String>) -> Result<Option<(String, Arc<Saver>)>, Error> {
     let Snapshots::Here(shard) = &model.snapshots else { return Ok(None) };
     let (name, metadata) = (model.name.clone(), model.metadata.clone());
     let saver = Arc::new(Saver::new(shard, (&name, &model.layout), metadata, takes_over));

@@ -85,6 +85,7 @@ use parking_lot::Mutex;
 pub use crate::moving::Progress;
 use crate::partition::executor::Pool;
 pub use options::{RdmaUse, ServerError, ServerOptions};
+pub use snapshots::last::LastSnapshot;
 
 use directory::Directory;
 use fast_paths::FastPaths;
@@ -166,6 +167,11 @@ impl Server {
     /// The shard's number. 0 if it holds no blocks.
     pub fn shard(&self) -> ShardId {
         self.shared.identity.number()
+    }
+
+    /// Has the last snapshots of all models taken whose jobs have a store, before the shard ends.
+    pub fn save_all(&self, within: Duration) -> Vec<LastSnapshot> {
+        snapshots::last::save_all(&self.shared, moving::between_shards, within)
     }
 
     /// The status, as in `gradfs status`.

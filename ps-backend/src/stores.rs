@@ -131,11 +131,15 @@ pub fn path_of(text: &str) -> Option<PathBuf> {
 /// # Errors
 /// [`StoreError::Url`].
 pub fn open(url: &str) -> Result<Arc<dyn Objects>, StoreError> {
+    if url.contains('#') {
+        let why = "a # is not part of an address".into();
+        return Err(StoreError::Url { url: url.to_owned(), why });
+    }
     match path_of(url) {
         Some(path) if url.starts_with("file://") && !path.is_absolute() => {
             Err(StoreError::Url { url: url.to_owned(), why: "a file:// address has an absolute path".into() })
         }
-        Some(path) => Ok(Arc::new(Directory::new(&absolute(&path)))),
+        Some(path) => Ok(Arc::new(Directory::new(&absolute(&path).components().collect::<PathBuf>()))),
         None => Ok(Arc::new(Bucket::open(url)?)),
     }
 }
@@ -144,11 +148,13 @@ fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// An address that means the same in every process of a host: a path is absolute in it.
+/// An address that means the same in every process of a host, in one spelling: a path is absolute in it. An empty one stays so.
 pub fn absolute_url(url: &str) -> String {
     match path_of(url) {
-        Some(path) => absolute(&path).to_string_lossy().into_owned(),
-        None => url.to_owned(),
+        _ if url.is_empty() => String::new(),
+        // The components leave out what changes nothing.
+        Some(path) => absolute(&path).components().collect::<PathBuf>().to_string_lossy().into_owned(),
+        None => url.trim_end_matches('/').to_owned(),
     }
 }
 

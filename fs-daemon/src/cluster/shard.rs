@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
@@ -9,7 +10,6 @@ use libmodelio::wire::Checksum;
 use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
 use ps_backend::state_copies::StateCopies;
 
-use super::list;
 use crate::background::Ready;
 use crate::config::cluster::{RegistryConfig, ShardConfig};
 use crate::config::endpoint::Endpoint;
@@ -56,7 +56,7 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
         rdma_options: config.rdma_options,
         device_memory: None,
     };
-    serve(options, config.metrics.as_ref(), ready, |server| {
+    serve(options, config.metrics.as_ref(), (ready, config.stop_timeout), |server| {
         let registry = match &config.registry {
             Some(registry) => format!("registry {registry}"),
             None => "and is the registry".to_owned(),
@@ -86,7 +86,7 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
         rdma_options: RdmaOptions::default(),
         device_memory: None,
     };
-    serve(options, None, ready, |server| {
+    serve(options, None, (ready, Duration::ZERO), |server| {
         let passes_on = config.registry.as_ref().map(|at| format!(", and passes all on to {at}"));
         format!(
             "the registry listens on {}{}; {}",
@@ -100,7 +100,7 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
 fn serve(
     options: ServerOptions,
     metrics: Option<&Endpoint>,
-    ready: Ready,
+    (ready, stop_timeout): (Ready, Duration),
     describe: impl FnOnce(&Server) -> String,
 ) -> Result<(), Error> {
     let stops = signals::install()?;
@@ -126,21 +126,30 @@ fn serve(
     println!("gradfs: {}", ready.announcement("Ctrl-C", &by_command));
     ready.announce()?;
     let why = stops.wait();
-    match &lost_with(&server.status())[..] {
-        [] => tracing::info!("stopping: {why}"),
-        models => {
-            let models = models.join(", ");
-            tracing::warn!(
-                "stopping: {why}; its blocks of {models} are lost (gradfs drain moves them off a shard)"
-            );
-        }
-    }
+    tracing::info!("stopping: {why}");
+    let saved = save_all(&server, stop_timeout);
     drop(scraped);
     server.shut_down();
-    Ok(())
+    saved
 }
 
-/// The models of which this shard has blocks.
-fn lost_with(status: &serde_json::Value) -> Vec<String> {
-    list(&status["models"]).iter().filter_map(|model| model["name"].as_str().map(str::to_owned)).collect()
+/// Has the last snapshots taken. A model without a store is lost, as people must know.
+fn save_all(server: &Server, within: Duration) -> Result<(), Error> {
+    let mut failed = Vec::new();
+    for (model, saved) in server.save_all(within) {
+        match saved {
+            Ok(Some(version)) => tracing::info!(model, %version, "the newest version is in its store"),
+            Ok(None) => tracing::warn!(
+                "its blocks of {model} are lost (gradfs drain moves them off a shard); --snapshot-to would keep them"
+            ),
+            Err(why) => failed.push(format!("{model}: {why}")),
+        }
+    }
+    if failed.is_empty() {
+        return Ok(());
+    }
+    let lost = "blocks are lost: no last snapshot was saved";
+    Err(Error::new(lost)
+        .caused_by(failed.join("; "))
+        .hint("the snapshot before stands: gradfs snapshots lists it"))
 }

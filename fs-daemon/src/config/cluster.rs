@@ -152,6 +152,9 @@ pub struct ShardArgs {
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = |text: &str| Endpoint::parse(text, METRICS_PORT))]
     metrics: Option<Endpoint>,
+    /// Seconds for the last snapshots when the shard is told to end, of jobs with --snapshot-to; a second signal ends it
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = whole(0..=MAX_STOP, STOP))]
+    stop_timeout: usize,
     #[command(flatten)]
     kept: RegistryStateArgs,
     #[command(flatten)]
@@ -243,6 +246,10 @@ pub struct StatusArgs {
     common: CommonArgs,
 }
 
+/// The longest time for last snapshots.
+const MAX_STOP: usize = 24 * 60 * 60;
+const STOP: &str = "seconds; what ends the shard may give it less";
+
 /// The arguments of `gradfs save`.
 #[derive(Args, Debug)]
 pub struct SaveArgs {
@@ -319,6 +326,8 @@ pub struct ShardConfig {
     pub registry_state: Option<PathBuf>,
     /// The address where metrics are served, if they are.
     pub metrics: Option<Endpoint>,
+    /// How long the last snapshots may take.
+    pub stop_timeout: Duration,
     /// Threads that add contributions up, at least one.
     pub threads: usize,
     /// Copies of optimizer state.
@@ -547,6 +556,7 @@ impl ShardConfig {
             registry_state: args.kept.registry_state,
             insecure: args.listen.insecure,
             metrics: args.metrics,
+            stop_timeout: Duration::from_secs(args.stop_timeout as u64),
             threads: args.threads,
             state,
             device,

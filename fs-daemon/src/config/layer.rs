@@ -292,7 +292,14 @@ impl Vocabulary {
         let mut layer = Layer::new(self, Source::Snapshot(of));
         let settings = head.settings.iter().map(|(key, value)| (key.as_str(), value.clone()));
         let of_model = [("name", head.model.clone()), ("block_size", head.block_size.to_string())];
+        // Another model than that of the store does not save there.
+        let named = stronger.iter().find_map(|layer| layer.get("name")?.last()?.to_str());
+        let store = reader.store().map(|shelf| absolute_url(shelf.url()));
+        let goes_on = named.is_none_or(|name| name == head.model);
         for (name, value) in settings.chain(of_model) {
+            if name == "snapshot_to" && !(goes_on && store.as_ref() == Some(&absolute_url(&value))) {
+                continue;
+            }
             let Some((key, option)) = self.keys.get_key_value(name) else { continue };
             match takes_many(option) {
                 true => layer.set(key, value.lines()),

@@ -64,6 +64,7 @@ fn defaults() {
             controls: Controls::default(),
             state: StateCopies::Single,
             device: DeviceName::Cpu,
+            owns_store: false,
         }
     );
     assert_eq!(blank(&[("state_copies", "double")]).unwrap().state, StateCopies::Double);

@@ -91,7 +91,8 @@ pub fn is_place(text: &str) -> bool {
     let is_known = ["/", "file:///", "s3://", "s3a://", "gs://", "az://", "abfs://", "abfss://", "https://"]
         .iter()
         .any(|begin| text.starts_with(begin));
-    text.is_empty() || is_known && text.len() <= MAX_PLACE && !text.chars().any(char::is_control)
+    text.is_empty()
+        || is_known && text.len() <= MAX_PLACE && !text.contains(|c: char| c.is_control() || c == '#')
 }
 
 #[cfg(test)]

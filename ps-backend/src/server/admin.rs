@@ -51,7 +51,10 @@ pub(super) fn create(shared: &Shared, payload: &[u8]) -> AdminAnswer {
     tracing::info!(model = %name, blocks = layout.blocks(), bytes = layout.size(), "created");
     shared.gone.is_back(&name);
     let (coordinator, redirect, begins) = (None, None, None);
-    models.insert(name, HostedModel { generation, record, partition, coordinator, redirect, begins });
+    models.insert(
+        name,
+        HostedModel { generation, record, partition, coordinator, redirect, copied: None, begins },
+    );
     Ok((Message::Done, None))
 }
 

@@ -17,6 +17,7 @@ use super::captures::{Name, PINNED};
 use super::coordinator::Coordinator;
 use super::models;
 use super::peer_shard::{AnswersHere, PeerShard, ask_all};
+use super::saves::Subject;
 use super::shared::Shared;
 use super::unsent::AdminAnswer;
 use crate::core::JobRecord;
@@ -65,6 +66,7 @@ pub(super) fn of_snapshot(
             Ok((Message::Fetched, Some(bytes)))
         }
         Message::Release { generation, snapshot } => {
+            shared.snapshots.saves.cancel((generation, snapshot, Subject::Copy));
             shared.snapshots.captures.release((generation, snapshot));
             Ok((Message::Done, None))
         }

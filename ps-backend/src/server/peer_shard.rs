@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::vocabulary::ids::ShardId;
-use libmodelio::wire::{Message, ShardRecord};
+use libmodelio::wire::{Message, Refusal, ShardRecord};
 use parking_lot::Mutex;
 
 use super::shared::Shared;
@@ -53,6 +53,14 @@ impl PeerShard {
             return answered.map(|(answer, _)| answer).map_err(|refusal| refusal.to_string());
         }
         self.ask(message, payload, Instant::now() + within).map_err(|error| error.to_string())
+    }
+
+    /// Sends another shard a request, and waits for the answer, or the refusal.
+    pub(super) fn refused(&self, message: &Message, within: Duration) -> Result<Message, Refusal> {
+        self.ask(message, &[], Instant::now() + within).map_err(|error| match error {
+            AdminError::Refusal(refusal) => refusal,
+            error => Refusal::other(error),
+        })
     }
 
     fn ask(&self, message: &Message, payload: &[u8], deadline: Instant) -> Result<Message, AdminError> {

@@ -15,7 +15,9 @@ use parking_lot::{Condvar, Mutex};
 const PROMPT: Duration = Duration::from_millis(500);
 /// A save that has ended is forgotten when nobody has asked for it for so long. So is a shard's part given up.
 const UNASKED: Duration = Duration::from_secs(60);
-/// The most saves of a process.
+/// A save that goes no further for so long has failed.
+pub(super) const STALLED: Duration = Duration::from_secs(120);
+/// The most saves of a process that go on.
 const MAX_SAVES: usize = 64;
 
 /// What is saved.
@@ -37,16 +39,20 @@ pub(super) struct Save {
     dealt: AtomicU64,
     of: AtomicU64,
     written: AtomicU64,
-    /// When it was asked for last.
-    asked: Mutex<Instant>,
+    /// When it was asked for last. None if nobody wants it any more.
+    asked: Mutex<Option<Instant>>,
+    /// How many bytes were dealt with when that was looked at, and since when it has been as many.
+    stood: Mutex<(u64, Instant)>,
     outcome: Mutex<Option<Result<(), Refusal>>>,
     ends: Condvar,
 }
 
 impl Save {
     fn new() -> Arc<Save> {
-        let ([version, dealt, of, written], asked) = (Default::default(), Mutex::new(Instant::now()));
-        Arc::new(Save { version, dealt, of, written, asked, outcome: Mutex::default(), ends: Condvar::new() })
+        let ([version, dealt, of, written], now) = (Default::default(), Instant::now());
+        let (asked, stood) = (Mutex::new(Some(now)), Mutex::new((0, now)));
+        let (outcome, ends) = (Mutex::default(), Condvar::new());
+        Arc::new(Save { version, dealt, of, written, asked, stood, outcome, ends })
     }
 
     /// It is of this version, and has so many bytes.
@@ -66,9 +72,34 @@ impl Save {
         self.written.store(written, Ordering::Relaxed);
     }
 
+    /// Somebody asks for it.
+    fn is_asked(&self) {
+        if let Some(asked) = &mut *self.asked.lock() {
+            *asked = Instant::now();
+        }
+    }
+
     /// Whether somebody has asked for it lately.
     pub(super) fn is_wanted(&self) -> bool {
-        self.asked.lock().elapsed() < UNASKED
+        self.asked.lock().is_some_and(|asked| asked.elapsed() < UNASKED)
+    }
+
+    /// All its bytes, and those that were written.
+    pub(super) fn bytes(&self) -> (u64, u64) {
+        (self.of.load(Ordering::Relaxed), self.written.load(Ordering::Relaxed))
+    }
+
+    /// Whether it has gone no further for too long: its store hangs.
+    fn has_stalled(&self) -> bool {
+        let (dealt, mut stood) = (self.dealt.load(Ordering::Relaxed), self.stood.lock());
+        if stood.0 != dealt {
+            *stood = (dealt, Instant::now());
+        }
+        stood.1.elapsed() > STALLED
+    }
+
+    fn is_running(&self) -> bool {
+        self.outcome.lock().is_none() && !self.has_stalled()
     }
 
     fn end(&self, outcome: Result<(), Refusal>) {
@@ -83,6 +114,10 @@ impl Save {
             self.ends.wait_for(&mut outcome, within);
         }
         let ended = outcome.clone().transpose()?.is_some();
+        if !ended && self.has_stalled() {
+            let why = format!("nothing has come into the store for {} s", STALLED.as_secs());
+            return Err(Refusal::other(why));
+        }
         let number = |of: &AtomicU64| of.load(Ordering::Relaxed);
         let (version, dealt) = (Version(number(&self.version)), number(&self.dealt));
         Ok(Message::Saved { version, dealt, of: number(&self.of), written: number(&self.written), ended })
@@ -101,8 +136,15 @@ impl Saves {
     pub(super) fn told(&self, name: SaveName) -> Result<Message, Refusal> {
         let save = self.0.lock().get(&name).cloned();
         let save = save.ok_or_else(|| Refusal::other("no such snapshot is being saved"))?;
-        *save.asked.lock() = Instant::now();
+        save.is_asked();
         save.state(Duration::ZERO)
+    }
+
+    /// Nobody wants this save any more.
+    pub(super) fn cancel(&self, name: SaveName) {
+        if let Some(save) = self.0.lock().get(&name) {
+            *save.asked.lock() = None;
+        }
     }
 
     /// Whether a whole snapshot of a model is being saved.
@@ -112,7 +154,7 @@ impl Saves {
 
     fn find_running(all: &BTreeMap<SaveName, Arc<Save>>, model: Generation) -> Option<u64> {
         let of_model = all.iter().filter(|((of, _, what), _)| (*of, *what) == (model, Subject::Job));
-        let mut running = of_model.filter(|(_, save)| save.outcome.lock().is_none());
+        let mut running = of_model.filter(|(_, save)| save.is_running());
         running.next().map(|((_, snapshot, _), _)| *snapshot)
     }
 
@@ -134,7 +176,7 @@ impl Saves {
                     let why = "another snapshot of this model is being saved: run the command again later";
                     return Err(Refusal::other(why));
                 }
-                None if all.len() >= MAX_SAVES => {
+                None if all.values().filter(|save| save.is_running()).count() >= MAX_SAVES => {
                     return Err(Refusal::other(format!("{MAX_SAVES} snapshots are being saved")));
                 }
                 None => {
@@ -151,7 +193,7 @@ impl Saves {
                 }
             }
         };
-        *save.asked.lock() = Instant::now();
+        save.is_asked();
         save.state(PROMPT)
     }
 }

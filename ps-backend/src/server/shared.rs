@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use libmodelio::registry::RegistryError;
 use libmodelio::transport::reactor::Handle;
@@ -39,6 +38,8 @@ pub(super) struct HostedModel {
     pub coordinator: Option<Arc<Coordinator>>,
     /// The redirect for peers with an older block map.
     pub redirect: Option<Redirect>,
+    /// The last snapshot that a part was written of here, and its store.
+    pub copied: Option<(u64, String)>,
     /// The record that its job begins with. None once the job has begun.
     pub begins: Option<JobRecord>,
 }
@@ -76,11 +77,11 @@ pub(super) struct Snapshots {
 }
 
 impl Snapshots {
-    /// Whether a snapshot of a model is to be begun: one is due, and none is being written. Returns the time.
-    pub(super) fn begins(&self, model: Generation, every: Every, version: Version) -> Option<Duration> {
+    /// Whether a snapshot of a model is to be begun: one is due, and none is being written.
+    pub(super) fn begins(&self, model: Generation, every: Every, version: Version) -> bool {
         let now = self.schedules.now();
         let is_due = self.schedules.with(model, |schedule| schedule.is_due(every, version, now));
-        (is_due && !self.saves.is_running(model)).then_some(now)
+        is_due && !self.saves.is_running(model)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Snapshots that shards write into a store. The coordinator has all of them copy one version, and each writes its copy.
 //! When all parts are there, the coordinator writes the description, and the snapshot counts.
 
+pub(super) mod last;
 pub(super) mod periodic;
 
 use std::sync::Arc;
@@ -8,20 +9,21 @@ use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{Epoch, Generation, Version};
 use libmodelio::vocabulary::layout::PartitionLayout;
-use libmodelio::wire::{Message, ModelRecord, Refusal};
+use libmodelio::vocabulary::snapshots::{PLACE, is_place};
+use libmodelio::wire::{Message, Refusal};
 
 use super::capturing::{self, Taken, ask_each};
 use super::models;
 use super::peer_shard::AnswersHere;
-use super::saves::{Save, Subject};
+use super::saves::{STALLED, Save, Subject};
 use super::shared::Shared;
-use crate::snapshot::{Copied, Head, Keep, Places, Shelf, SnapshotError, now, write_part};
-use crate::stores::StoreError;
+use crate::snapshot::{
+    Copied, Head, Keep, Places, SavedSnapshot, Shelf, SnapshotError, now as now_in_seconds, write_part,
+};
+use crate::stores::{StoreError, absolute_url};
 
 /// The longest wait for a shard to say how far it is.
 const PROMPT: Duration = Duration::from_secs(10);
-/// A snapshot of which nothing comes into the store for so long has failed.
-const STALLED: Duration = Duration::from_secs(120);
 
 /// A model's life under a block map.
 type Life<'a> = (&'a str, Generation, Epoch);
@@ -34,21 +36,35 @@ pub(super) fn take(
     here: AnswersHere,
 ) -> Result<Message, Refusal> {
     let (_, settings) = models::coordinator_of(shared, model, generation)?.snapshots();
+    if !is_place(&to) {
+        return Err(Refusal::other(format!("{to:?} is no place for snapshots: expected is {PLACE}")));
+    }
     // Elsewhere all stay.
-    let (to, keep) = match to.is_empty() || to == settings.to {
-        true => (settings.to.clone(), Some(Keep::of(&settings))),
+    let (own, to) = (absolute_url(&settings.to), absolute_url(&to));
+    let (to, keep) = match to.is_empty() || to == own {
+        true => (own, Some(Keep::of(&settings))),
         false => (to, None),
     };
     if to.is_empty() {
-        return Err(Refusal::other(
-            "the job has no place for snapshots: name one, or set control/snapshot_to",
-        ));
+        let why = "the job has no place for snapshots: name one, or set control/snapshot_to";
+        return Err(Refusal::Control(why.to_owned()));
     }
-    let (this, model) = (Arc::clone(shared), model.to_owned());
+    let (this, model, own) = (Arc::clone(shared), model.to_owned(), settings.to);
     shared.snapshots.saves.ask((generation, snapshot, Subject::Job), move |save| {
-        let life = (&*model, generation, epoch);
+        let (life, begun) = ((&*model, generation, epoch), this.snapshots.schedules.now());
         let version = take_here(&this, save, life, (snapshot, &to, keep), here)?;
         tracing::info!(model, %version, to, "a snapshot was saved");
+        let Ok(coordinator) = models::coordinator_of(&this, &model, generation) else { return Ok(()) };
+        // The job's own store may be another one by now.
+        if keep.is_some() && coordinator.snapshots().1.to == own {
+            let (now, saved) =
+                (this.snapshots.schedules.now(), SavedSnapshot { version, bytes: save.bytes() });
+            this.snapshots.schedules.with(generation, |schedule| {
+                schedule.is_to(&own);
+                schedule.saved(saved, begun, now);
+            });
+            coordinator.is_durable(version);
+        }
         Ok(())
     })
 }
@@ -63,40 +79,59 @@ fn take_here(
     let shelf = Shelf::open(to).map_err(Refusal::other)?;
     // First of all, so that nothing is held up for a store that cannot be written.
     shelf.claim(model, generation, false).map_err(Refusal::other)?;
-    shelf.begin(snapshot).map_err(Refusal::other)?;
-    let before = shelf.names().map_err(Refusal::other)?.pop().unwrap_or_default();
-    let record = shared.models.lock().get(model).map(|found| found.record.clone());
-    let record = record.ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
-    let taken = capturing::take(shared, (model, generation), epoch, (snapshot, here))?;
-    let message = Message::SaveCopy { generation, snapshot, to: to.to_owned(), before };
-    let version = taken.record.version;
-    let written = write(shared, save, &taken, &message)
-        .and_then(|()| shelf.check_claim(generation).map_err(Refusal::other))
-        .and_then(|()| describe(&shelf, snapshot, taken_of(&taken, &record)?).map_err(Refusal::other));
-    // A shard that misses this gives its copy up by itself.
-    let release = Message::Release { generation, snapshot };
-    let _ = ask_each(shared, taken.peers.values(), PROMPT, &release);
-    let writers = taken.peers.keys().map(|shard| u32::from(shard.0));
-    let tidied = shelf.end(snapshot, writers);
-    written?;
-    // What has failed before is removed, too.
-    let collected = keep.map_or(Ok(()), |keep| shelf.collect(keep));
-    if let Err(error) = tidied.map_err(SnapshotError::from).and(collected) {
+    shelf.begin(snapshot, generation).map_err(Refusal::other)?;
+    let written = write_all(shared, save, (model, generation, epoch), (snapshot, &shelf), here);
+    if written.is_err() {
+        let _ = shelf.abandon(snapshot);
+    }
+    let version = written?;
+    let collected = keep.map_or(Ok(()), |keep| shelf.collect(keep, generation));
+    if let Err(error) = collected {
         tracing::warn!(model, "older snapshots, or parts of one, are not removed: {error}");
     }
     Ok(version)
 }
 
-/// What the description of a snapshot is made of: its head, and who has written a part.
-fn taken_of(taken: &Taken, record: &ModelRecord) -> Result<(Head, Vec<u32>), Refusal> {
-    let head = Head::of(record, taken.record.clone(), taken.settings.clone()).map_err(Refusal::other)?;
-    Ok((head, taken.peers.keys().map(|shard| u32::from(shard.0)).collect()))
+/// Has all shards copy one version and write their copies, and describes them.
+fn write_all(
+    shared: &Arc<Shared>,
+    save: &Save,
+    (model, generation, epoch): Life<'_>,
+    (snapshot, shelf): (u64, &Shelf),
+    here: AnswersHere,
+) -> Result<Version, Refusal> {
+    let before = shelf.newest().map_err(Refusal::other)?.map(|(name, _)| name).unwrap_or_default();
+    let record = shared.models.lock().get(model).map(|found| found.record.clone());
+    let record = record.ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
+    let taken = capturing::take(shared, (model, generation), epoch, (snapshot, here))?;
+    let message = Message::SaveCopy { generation, snapshot, to: shelf.url().to_owned(), before };
+    let version = taken.record.version;
+    let written = write(shared, save, &taken, &message).and_then(|()| {
+        let places = shelf.parts(snapshot, writers(&taken)).map_err(Refusal::other)?;
+        shelf.check_packs(&places).map_err(Refusal::other)?;
+        // It may have moved: then others take its snapshots, and may have removed what this one needs.
+        let (_, now) = models::coordinator_of(shared, model, generation)?.life();
+        if now != epoch {
+            return Err(Refusal::Epoch { expected: now, got: epoch });
+        }
+        shelf.check_claim(generation).map_err(Refusal::other)?;
+        let (of, settings) = (taken.record.clone(), taken.settings.clone());
+        let head = Head::of(&record, of, settings).map_err(Refusal::other)?;
+        shelf.add(snapshot, head, now_in_seconds(), places).map_err(Refusal::other)
+    });
+    // A shard that misses this gives its copy up by itself.
+    let release = Message::Release { generation, snapshot };
+    let _ = ask_each(shared, taken.peers.values(), PROMPT, &release);
+    written?;
+    if let Err(error) = shelf.end(snapshot, writers(&taken)) {
+        tracing::warn!(model, "something is left over of writing a snapshot: {error}");
+    }
+    Ok(version)
 }
 
-/// All parts are written.
-fn describe(shelf: &Shelf, snapshot: u64, (head, writers): (Head, Vec<u32>)) -> Result<(), SnapshotError> {
-    let places = shelf.parts(snapshot, writers.into_iter())?;
-    shelf.add(snapshot, head, now(), places).map(drop)
+/// The numbers under which shards write their parts.
+fn writers(taken: &Taken) -> impl Iterator<Item = u32> {
+    taken.peers.keys().map(|shard| u32::from(shard.0))
 }
 
 /// Has all shards write their parts, and waits for them.
@@ -135,6 +170,11 @@ pub(super) fn save_copy(
 ) -> Result<Message, Refusal> {
     let (copied, partition) = shared.snapshots.captures.copied((generation, snapshot))?;
     let writer = u32::from(shared.identity.number().0);
+    let mut models = shared.models.lock();
+    if let Some(model) = models.values_mut().find(|model| model.generation == generation) {
+        model.copied = Some((snapshot, to.clone()));
+    }
+    drop(models);
     shared.snapshots.saves.ask((generation, snapshot, Subject::Copy), move |save| {
         let of = (snapshot, writer);
         write_copy(save, (&copied, &partition), of, (&to, &before)).map_err(Refusal::other)

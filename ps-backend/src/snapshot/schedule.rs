@@ -23,6 +23,8 @@ pub struct SavedSnapshot {
 /// The snapshots of a job that are taken by themselves.
 #[derive(Debug, Default)]
 pub struct SnapshotSchedule {
+    /// The store that all of this is of.
+    to: String,
     /// The last one, when it was begun, and how long it took.
     last: Option<(SavedSnapshot, Duration, Duration)>,
     /// How many have failed since then, when the last of those did, and why.
@@ -32,6 +34,18 @@ pub struct SnapshotSchedule {
 }
 
 impl SnapshotSchedule {
+    /// They go to this store from now on. Nothing is known of another one.
+    pub fn is_to(&mut self, to: &str) {
+        if self.to != to {
+            *self = SnapshotSchedule { to: to.to_owned(), ..SnapshotSchedule::default() };
+        }
+    }
+
+    /// The store.
+    pub fn to(&self) -> &str {
+        &self.to
+    }
+
     /// Whether one is to be taken now. The first one is at once, so that there is one to go on from.
     pub fn is_due(&self, every: Every, version: Version, now: Duration) -> bool {
         let pause = |failed: u32| (PAUSE * 2_u32.saturating_pow(failed - 1)).min(LONGEST_PAUSE);
@@ -137,5 +151,16 @@ mod tests {
         assert_eq!((&status["failures"], &status["why"]), (&json!(8), &json!("the disk is full")));
         schedule.saved(saved(9), now, now);
         assert!(schedule.is_due(every, Version(10), now) && schedule.status(now)["why"].is_null());
+    }
+
+    #[test]
+    fn another_store_has_no_snapshot_yet() {
+        let mut schedule = SnapshotSchedule::default();
+        schedule.is_to("/a");
+        schedule.saved(saved(3), at(0), at(1));
+        schedule.is_to("/a");
+        assert!(!schedule.is_due(Every::Versions(1), Version(3), at(9)));
+        schedule.is_to("/b");
+        assert!(schedule.is_due(Every::Versions(1), Version(3), at(9)) && schedule.newest().is_none());
     }
 }

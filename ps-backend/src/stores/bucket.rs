@@ -48,7 +48,7 @@ impl Bucket {
         let unknown = || bad("a path, file://, s3://, gs:// or az:// is expected".into());
         let parsed = url::Url::parse(url).map_err(|error| bad(error.to_string()))?;
         let (scheme, folder) = ObjectStoreScheme::parse(&parsed).map_err(|_| unknown())?;
-        let retry = RetryConfig { retry_timeout: RETRIES, ..RetryConfig::default() };
+        let retry = RetryConfig { retry_timeout: RETRIES, max_retries: usize::MAX, ..RetryConfig::default() };
         let store: Result<Arc<dyn ObjectStore>, Error> = match scheme {
             ObjectStoreScheme::AmazonS3 => AmazonS3Builder::from_env()
                 .with_url(url)
@@ -103,11 +103,25 @@ impl Bucket {
     }
 }
 
-/// The error with its causes. Answers of servers are pages, at times.
+/// The error with its causes. Of a server's answer in XML it has the status, the code and the message.
 fn one_line(error: &Error) -> String {
     const LONGEST: usize = 400;
-    let words: Vec<String> = error.to_string().split_whitespace().map(str::to_owned).collect();
-    words.join(" ").chars().take(LONGEST).collect()
+    let text = error.to_string();
+    let within = |tag: &str| {
+        let (_, rest) = text.split_once(&format!("<{tag}>"))?;
+        Some(rest.split_once(&format!("</{tag}>"))?.0.trim().to_owned())
+    };
+    let said = match within("Code") {
+        None => text.split_whitespace().collect::<Vec<_>>().join(" "),
+        Some(code) => {
+            let status = text
+                .split(|c: char| !c.is_ascii_digit())
+                .find(|word| word.len() == 3 && word.starts_with(['4', '5']));
+            let message = within("Message").unwrap_or_default();
+            format!("{} {code}: {message}", status.unwrap_or_default())
+        }
+    };
+    said.trim().chars().take(LONGEST).collect()
 }
 
 impl Objects for Bucket {

@@ -1,6 +1,7 @@
 //! Defaults, precedence, and every way to get the configuration of a cluster wrong.
 
 use std::path::Path;
+use std::time::Duration;
 
 use libmodelio::vocabulary::layout::DType;
 
@@ -72,6 +73,7 @@ fn defaults() {
             registry: None,
             registry_state: None,
             metrics: None,
+            stop_timeout: Duration::from_secs(60),
             threads: 2,
             state: StateCopies::Single,
             device: DeviceName::Cpu,

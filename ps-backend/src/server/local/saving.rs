@@ -1,7 +1,6 @@
 //! Snapshots of a model in one process, as its settings say.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -11,9 +10,12 @@ use parking_lot::Mutex;
 
 use super::LocalShard;
 use crate::snapshot::{Head, Keep, SavedSnapshot, Shelf, SnapshotError, SnapshotSchedule};
+use crate::stores::absolute_url;
 
 /// How often it is looked whether a snapshot is due.
 const TICK: Duration = Duration::from_millis(100);
+/// The longest wait for a snapshot that is being written before the last one.
+const LAST: Duration = Duration::from_secs(60);
 
 /// What takes the snapshots of a model.
 pub struct Saver {
@@ -21,23 +23,23 @@ pub struct Saver {
     model: String,
     layout: Arc<ModelLayout>,
     metadata: BTreeMap<String, String>,
-    /// The model goes on from a snapshot of its store, which it has not taken over yet.
-    takes_over: AtomicBool,
+    /// The store that the model goes on from or owns, until it has taken that over.
+    takes_over: Mutex<Option<String>>,
     started: Instant,
     /// Held while a snapshot is written.
     schedule: Mutex<SnapshotSchedule>,
 }
 
 impl Saver {
-    /// Takes snapshots of the model of this shard. If it `takes_over`, it has gone on from those of its store.
+    /// Takes snapshots of the model of this shard. It `takes_over` a store, whoever has it, if it begins with that.
     pub fn new(
         shard: &Weak<LocalShard>,
         (model, layout): (&str, &Arc<ModelLayout>),
         metadata: BTreeMap<String, String>,
-        takes_over: bool,
+        takes_over: Option<String>,
     ) -> Saver {
         let (shard, model, layout) = (shard.clone(), model.to_owned(), Arc::clone(layout));
-        let (takes_over, started) = (AtomicBool::new(takes_over), Instant::now());
+        let (takes_over, started) = (Mutex::new(takes_over), Instant::now());
         let schedule = Mutex::default();
         Saver { shard, model, layout, metadata, takes_over, started, schedule }
     }
@@ -49,6 +51,7 @@ impl Saver {
             let Some(shard) = self.shard.upgrade() else { return };
             let (version, settings) = shard.coordinator.snapshots();
             let mut schedule = self.schedule.lock();
+            schedule.is_to(&settings.to);
             if !settings.to.is_empty() && schedule.is_due(settings.every, version, self.started.elapsed()) {
                 self.save(&shard, &mut schedule);
             }
@@ -66,7 +69,10 @@ impl Saver {
         if settings.to.is_empty() {
             return Ok(None);
         }
-        let mut schedule = self.schedule.lock();
+        let Some(mut schedule) = self.schedule.try_lock_for(LAST) else {
+            return Err(format!("{} takes what is written to it too slowly, or not at all", settings.to));
+        };
+        schedule.is_to(&settings.to);
         if schedule.newest() != Some(version) {
             self.save(&shard, &mut schedule);
         }
@@ -94,16 +100,20 @@ impl Saver {
         let (_, settings) = shard.coordinator.snapshots();
         let shelf = Shelf::open(&settings.to)?;
         let generation = shard.coordinator.life().0;
-        shelf.claim(&self.model, generation, self.takes_over.load(Ordering::Relaxed))?;
+        let mut takes_over = self.takes_over.lock();
+        shelf.claim(&self.model, generation, takes_over.as_deref() == Some(&*absolute_url(shelf.url())))?;
         // Once: another job may go on from there in turn.
-        self.takes_over.store(false, Ordering::Relaxed);
+        *takes_over = None;
+        drop(takes_over);
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(|error| SnapshotError::Invalid(error.to_string()))?;
         let (record, controls, copied) = shard.capture()?;
         let version = record.version;
         let head = Head::new(&self.model, &self.layout, self.metadata.clone(), &controls, record);
-        let (of, keep) = ((u64::from_le_bytes(random), generation), Keep::of(&settings));
-        let written = shelf.write_whole(of, (head, &copied), keep, &|_| Ok(()))?;
+        let written = shelf.write_whole((u64::from_le_bytes(random), generation), (head, &copied))?;
+        if let Err(error) = shelf.collect(Keep::of(&settings), generation) {
+            tracing::warn!(model = self.model, "older snapshots are not removed: {error}");
+        }
         Ok(SavedSnapshot { version, bytes: (copied.len(), written) })
     }
 }

@@ -60,7 +60,15 @@ pub(in crate::server) fn switch(shared: &Shared, payload: &[u8]) -> Result<(), R
                 None
             };
             let redirect = Some(to.clone());
-            let model = HostedModel { generation, record, partition, coordinator, redirect, begins: None };
+            let model = HostedModel {
+                generation,
+                record,
+                partition,
+                coordinator,
+                redirect,
+                copied: None,
+                begins: None,
+            };
             let before = models.insert(name.clone(), model);
             shared.gone.is_back(&name);
             shared.incoming.forget(&incoming);

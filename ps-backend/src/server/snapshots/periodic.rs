@@ -12,15 +12,17 @@ use crate::server::coordinator::Coordinator;
 use crate::server::peer_shard::AnswersHere;
 use crate::server::saves::Subject;
 use crate::server::shared::Shared;
-use crate::snapshot::SavedSnapshot;
 
 /// How often it is looked whether a snapshot is due.
 const TICK: Duration = Duration::from_millis(100);
 
-/// A snapshot that is being written, and when that was begun.
+/// So many snapshots are written at once: each takes the memory of its model.
+const AT_ONCE: usize = 2;
+
+/// A snapshot that is being written, and its store.
 struct Running {
     snapshot: u64,
-    begun: Duration,
+    to: String,
 }
 
 /// Takes snapshots when they are due, as long as the process lives.
@@ -46,6 +48,7 @@ pub(in crate::server) fn run(shared: &Weak<Shared>, here: AnswersHere) {
             match running.get(generation) {
                 Some(begun) if !has_ended(&shared, (name, coordinator), begun) => {}
                 Some(_) => drop(running.remove(generation)),
+                None if running.len() >= AT_ONCE => {}
                 None => running.extend(begin(&shared, (name, coordinator), here).map(|of| (*generation, of))),
             }
         }
@@ -62,16 +65,19 @@ fn begin(
     if coordinator.failed().is_some() {
         return None;
     }
-    let begun = shared.snapshots.begins(generation, settings.every, version)?;
+    shared.snapshots.schedules.with(generation, |schedule| schedule.is_to(&settings.to));
+    if !shared.snapshots.begins(generation, settings.every, version) {
+        return None;
+    }
     let mut random = [0; 8];
     let taken = getrandom::fill(&mut random).map_err(Refusal::other).and_then(|()| {
         let (life, snapshot) = ((name, generation, epoch), u64::from_le_bytes(random));
-        take(shared, life, (snapshot, settings.to), here).map(|_| snapshot)
+        take(shared, life, (snapshot, settings.to.clone()), here).map(|_| snapshot)
     });
     match taken {
-        Ok(snapshot) => Some(Running { snapshot, begun }),
+        Ok(snapshot) => Some(Running { snapshot, to: settings.to }),
         Err(refusal) => {
-            failed(shared, (name, generation), &refusal);
+            failed(shared, (name, generation), (&settings.to, &refusal));
             None
         }
     }
@@ -81,28 +87,25 @@ fn begin(
 fn has_ended(
     shared: &Shared,
     (name, coordinator): (&str, &Coordinator),
-    Running { snapshot, begun }: &Running,
+    Running { snapshot, to }: &Running,
 ) -> bool {
     let (generation, _) = coordinator.life();
-    let schedules = &shared.snapshots.schedules;
     match shared.snapshots.saves.told((generation, *snapshot, Subject::Job)) {
         Ok(Message::Saved { ended: false, .. }) => return false,
-        Ok(Message::Saved { version, of, written, .. }) => {
-            let (saved, now) = (SavedSnapshot { version, bytes: (of, written) }, schedules.now());
-            schedules.with(generation, |schedule| schedule.saved(saved, *begun, now));
-            coordinator.is_durable(version);
-        }
-        Ok(other) => failed(shared, (name, generation), &Refusal::other(other.name())),
-        Err(refusal) => failed(shared, (name, generation), &refusal),
+        // Whoever has written it has noted it.
+        Ok(Message::Saved { .. }) => {}
+        Ok(other) => failed(shared, (name, generation), (to, &Refusal::other(other.name()))),
+        Err(refusal) => failed(shared, (name, generation), (to, &refusal)),
     }
     true
 }
 
 /// Notes that a snapshot has failed. The log has one line of several that fail one after the other.
-fn failed(shared: &Shared, (name, generation): (&str, Generation), refusal: &Refusal) {
+fn failed(shared: &Shared, (name, generation): (&str, Generation), (to, refusal): (&str, &Refusal)) {
     let schedules = &shared.snapshots.schedules;
     let (now, why) = (schedules.now(), refusal.to_string());
-    if schedules.with(generation, |schedule| schedule.failed(why, now)) {
+    // It may go elsewhere by now.
+    if schedules.with(generation, |schedule| schedule.to() == to && schedule.failed(why, now)) {
         tracing::warn!(model = name, "no snapshot was saved, and the job goes on: {refusal}");
     }
 }

@@ -8,12 +8,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::ids::{Generation, Version};
 use libmodelio::vocabulary::snapshots::{Every, SnapshotSettings};
 use serde::{Deserialize, Serialize};
 
 use super::description::{Description, FORMAT};
-use super::places::Places;
+use super::places::{Pack, Places};
 use crate::snapshot::manifest::{seal, unseal};
 use crate::snapshot::{Head, SnapshotError};
 use crate::stores::{self, Existing, Objects, StoreError};
@@ -23,6 +23,8 @@ pub(crate) use whole::now;
 const DESCRIPTIONS: &str = "snapshots";
 /// The folder of packs.
 const PACKS: &str = "packs";
+/// What the mark of a snapshot that begins ends with.
+const BEGUN: &str = ".begun";
 
 /// Which snapshots stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,14 +88,30 @@ impl Shelf {
         dir.join(DESCRIPTIONS).is_dir()
     }
 
-    /// The names of the snapshots, the oldest first.
+    /// The names of the snapshots, the oldest first. Files of others have none.
     ///
     /// # Errors
     /// [`StoreError`].
     pub fn names(&self) -> Result<Vec<String>, StoreError> {
         let listed = self.store.list(DESCRIPTIONS)?.into_iter();
         let name = |name: &str| Some(name.rsplit('/').next()?.strip_suffix(".json")?.to_owned());
-        Ok(listed.filter_map(|object| name(&object.name)).collect())
+        Ok(listed.filter_map(|object| name(&object.name)).filter(|name| is_name(name)).collect())
+    }
+
+    /// The newest snapshot that can be read, and whose packs are there: its name, and where its pieces lie.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn newest(&self) -> Result<Option<(String, Places)>, StoreError> {
+        let (names, there) = (self.names()?, self.packs()?);
+        let read = |name: &String| Some((name.clone(), self.description(name).ok()?.places));
+        let is_whole = |(_, places): &(String, Places)| lost(places, &there).is_none();
+        Ok(names.iter().rev().filter_map(read).find(is_whole))
+    }
+
+    /// The objects in the folder of packs, with their lengths.
+    fn packs(&self) -> Result<BTreeSet<(String, u64)>, StoreError> {
+        Ok(self.store.list(PACKS)?.into_iter().map(|of| (of.name, of.bytes)).collect())
     }
 
     /// The description of a snapshot.
@@ -115,12 +133,18 @@ impl Shelf {
         format!("{PACKS}/{snapshot:016x}-{writer}")
     }
 
-    /// Leaves a mark that a snapshot begins here. Its writers look for it.
+    /// Leaves a mark that a snapshot of a model's life begins here. Its writers look for it.
     ///
     /// # Errors
-    /// [`StoreError`].
-    pub fn begin(&self, snapshot: u64) -> Result<(), StoreError> {
-        self.store.put(&begun(snapshot), &[b"begun"], Existing::Kept)
+    /// [`StoreError`]; [`StoreError::Exists`] also if there is a snapshot of this number.
+    pub fn begin(&self, snapshot: u64, generation: Generation) -> Result<(), StoreError> {
+        if let Some(name) =
+            self.names()?.into_iter().find(|name| name.ends_with(&format!("-{snapshot:016x}")))
+        {
+            return Err(StoreError::Exists(name));
+        }
+        // A repeated request finds what the first one has put: nobody else has this number.
+        self.store.put(&begun(snapshot), &[generation.to_string().as_bytes()], Existing::Replaced)
     }
 
     /// Whether a snapshot has begun in this very store.
@@ -185,19 +209,38 @@ impl Shelf {
         let last = self.names()?.last().and_then(number).unwrap_or(0);
         let name = format!("{:010}-v{}-{snapshot:016x}", last + 1, head.record.version);
         let text = Description::new(head, taken, places)?.encode()?;
-        self.store.put(&format!("{DESCRIPTIONS}/{name}.json"), &[text.as_bytes()], Existing::Kept)?;
-        Ok(name)
+        let object = format!("{DESCRIPTIONS}/{name}.json");
+        match self.store.put(&object, &[text.as_bytes()], Existing::Kept) {
+            // The answer to the first of two requests was lost: nobody else has this number.
+            Err(StoreError::Exists(_)) if self.store.get(&object)? == text.as_bytes() => Ok(name),
+            outcome => Ok(outcome.map(|()| name)?),
+        }
     }
 
-    /// Removes the snapshots that need not stay, and then the packs that no snapshot names. Nobody may write meanwhile.
+    /// Whether all packs are there that these places name.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Invalid`] names one that is not.
+    pub fn check_packs(&self, places: &Places) -> Result<(), SnapshotError> {
+        lost(places, &self.packs()?).map_or(Ok(()), |pack| {
+            Err(SnapshotError::Invalid(format!("{} is not in {} any more", pack.name, self.url())))
+        })
+    }
+
+    /// Removes the snapshots that need not stay, and then the packs that no snapshot names, for the life of a model that has
+    /// the store. What another snapshot of it is being written into stays. Files of others are left alone.
     ///
     /// # Errors
     /// [`SnapshotError`]; no pack of a snapshot that stays was removed.
-    pub fn collect(&self, keep: Keep) -> Result<(), SnapshotError> {
+    pub fn collect(&self, keep: Keep, generation: Generation) -> Result<(), SnapshotError> {
+        self.check_claim(generation)?;
         let mut described = Vec::new();
+        let mut unread = None;
         for name in self.names()? {
-            let description = self.description(&name)?;
-            described.push((name, description));
+            match self.description(&name) {
+                Ok(description) => described.push((name, description)),
+                Err(error) => unread = Some(error),
+            }
         }
         let taken: Vec<u64> = described.iter().map(|(_, description)| description.taken).collect();
         let stay = staying(&taken, keep);
@@ -213,16 +256,67 @@ impl Shelf {
         for name in leave {
             self.store.delete(&format!("{DESCRIPTIONS}/{name}.json"))?;
         }
-        for pack in self.store.list(PACKS)?.iter().filter(|pack| !named.contains(&pack.name)) {
-            self.store.delete(&pack.name)?;
+        // It may name any pack.
+        if let Some(error) = unread {
+            return Err(error);
+        }
+        let listed = self.store.list(PACKS)?;
+        let ours = || listed.iter().filter_map(|of| Some((snapshot_of(&of.name)?, &of.name)));
+        let mut running = BTreeSet::new();
+        for (snapshot, mark) in ours().filter(|(_, name)| name.ends_with(BEGUN)) {
+            match self.store.get(mark) {
+                Ok(of) if of == generation.to_string().as_bytes() => drop(running.insert(snapshot)),
+                Ok(_) | Err(StoreError::Missing(_)) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        for (_, name) in ours().filter(|(of, name)| !running.contains(of) && !named.contains(*name)) {
+            self.store.delete(name)?;
         }
         [DESCRIPTIONS, PACKS].into_iter().try_for_each(|folder| Ok(self.store.tidy(folder)?))
     }
+
+    /// Removes all that was written of a snapshot that is none.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn abandon(&self, snapshot: u64) -> Result<(), StoreError> {
+        let listed = self.store.list(PACKS)?;
+        let mut of_snapshot = listed.iter().filter(|of| snapshot_of(&of.name) == Some(snapshot));
+        of_snapshot.try_for_each(|of| self.store.delete(&of.name))
+    }
+}
+
+/// The first pack of these places that is not among those that are there.
+fn lost<'a>(places: &'a Places, there: &BTreeSet<(String, u64)>) -> Option<&'a Pack> {
+    places.packs().iter().find(|pack| !there.contains(&(pack.name.clone(), pack.bytes)))
+}
+
+/// Whether this is the name of a snapshot.
+fn is_name(name: &str) -> bool {
+    let parts: Vec<&str> = name.split('-').collect();
+    let [number, _, id] = parts[..] else { return false };
+    let is_number = number.len() == 10 && number.bytes().all(|byte| byte.is_ascii_digit());
+    is_number && Shelf::version_of(name).is_some() && id.len() == 16 && u64::from_str_radix(id, 16).is_ok()
+}
+
+/// The snapshot that an object in the folder of packs belongs to. None for files of others.
+fn snapshot_of(name: &str) -> Option<u64> {
+    let name = name.strip_prefix(PACKS)?.strip_prefix('/')?;
+    let (id, rest) = name.split_at_checked(16)?;
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let is_ours = rest == BEGUN
+        || rest.strip_prefix('-').is_some_and(|rest| match rest.strip_suffix(".json") {
+            Some(writer) => is_number(writer),
+            None => rest.split_once('-').is_some_and(|(writer, at)| is_number(writer) && is_number(at)),
+        });
+    let id = u64::from_str_radix(id, 16).ok().filter(|of| format!("{of:016x}") == id);
+    id.filter(|_| is_ours)
 }
 
 /// The mark of a snapshot that begins.
 fn begun(snapshot: u64) -> String {
-    format!("{PACKS}/{snapshot:016x}.begun")
+    format!("{PACKS}/{snapshot:016x}{BEGUN}")
 }
 
 /// The object with the places of a part.

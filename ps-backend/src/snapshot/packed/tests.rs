@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::ids::{BlockId, Generation, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::reducer::Reducer;
 
@@ -121,7 +121,7 @@ fn what_has_not_changed_is_not_written_again_and_stays_when_its_snapshot_goes() 
     assert_eq!(shelf.names().unwrap(), [first, second.clone()]);
     fs::write(dir.path().join("packs/0000000000000009-0-00000"), "of a snapshot that did not get to its end")
         .unwrap();
-    shelf.collect(Keep { newest: 1, every: Duration::ZERO }).unwrap();
+    shelf.collect(Keep { newest: 1, every: Duration::ZERO }, Generation(1)).unwrap();
     assert_eq!(shelf.names().unwrap(), *std::slice::from_ref(&second));
     check(&shelf, &second, &contents, &head);
     assert!(!dir.path().join("packs/0000000000000009-0-00000").exists());

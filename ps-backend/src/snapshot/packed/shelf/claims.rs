@@ -54,8 +54,7 @@ impl Shelf {
         SnapshotError::Claimed { store: self.url().to_owned(), model, generation }
     }
 
-    /// Has the store for the snapshots of a model's life. If somebody has claimed it before, it is taken over or refused. One
-    /// without snapshots is taken over.
+    /// Has the store for the snapshots of a model's life. If somebody has claimed it before, it is taken over or refused.
     ///
     /// # Errors
     /// [`SnapshotError::Claimed`] names whose it is. [`SnapshotError::Nothing`] for a store that lets two make one object.
@@ -64,9 +63,7 @@ impl Shelf {
             let last = self.last_claim()?;
             let number = match last {
                 Some((_, claim)) if claim.generation == generation => return Ok(()),
-                Some((_, claim)) if !takes_over && !self.names()?.is_empty() => {
-                    return Err(self.claimed(claim));
-                }
+                Some((_, claim)) if !takes_over => return Err(self.claimed(claim)),
                 last => last.map_or(1, |(number, _)| number + 1),
             };
             let claim = Claim { format: FORMAT, model: model.to_owned(), generation };
@@ -82,10 +79,13 @@ impl Shelf {
             return match put() {
                 Err(StoreError::Exists(_)) => Ok(()),
                 Err(error) => Err(error.into()),
-                Ok(()) => Err(SnapshotError::Nothing(format!(
-                    "{} lets two writers make one object (it ignores if-none-match), and so may lose snapshots",
-                    self.url()
-                ))),
+                Ok(()) => {
+                    self.store().delete(&name)?;
+                    Err(SnapshotError::Nothing(format!(
+                        "{} lets two writers make one object (it ignores if-none-match), and so may lose snapshots",
+                        self.url()
+                    )))
+                }
             };
         }
         Err(SnapshotError::Nothing(format!("{} is being claimed by others, again and again", self.url())))

@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use libmodelio::vocabulary::ids::Generation;
 
-use super::{Keep, Places, Shelf};
+use super::{Places, Shelf};
 use crate::snapshot::packed::part::write_part;
 use crate::snapshot::{Copied, Head, SnapshotError};
 
@@ -12,27 +12,35 @@ use crate::snapshot::{Copied, Head, SnapshotError};
 const WRITER: u32 = 0;
 
 impl Shelf {
-    /// Writes a snapshot of this name of a model's life, which has the store, and removes the older ones that need not stay. Calls `done` with the number of bytes
-    /// that are dealt with; it can return an interruption. Returns the number of bytes that were written.
+    /// Writes a snapshot of this number of a model's life, which has the store. Returns the number of bytes that were written.
     ///
     /// # Errors
-    /// [`SnapshotError`]; the snapshots before are still there then.
+    /// [`SnapshotError`]; nothing is left of it then.
     pub fn write_whole(
         &self,
-        (snapshot, of): (u64, Generation),
+        (snapshot, generation): (u64, Generation),
         (head, copied): (Head, &Copied),
-        keep: Keep,
-        done: &(dyn Fn(u64) -> Result<(), SnapshotError> + Sync),
     ) -> Result<u64, SnapshotError> {
-        let before = match self.names()?.pop() {
-            Some(name) => self.description(&name)?.places,
-            None => Places::default(),
-        };
+        let written = self.write_alone((snapshot, generation), (head, copied));
+        match &written {
+            Ok(_) => self.end(snapshot, [].into_iter())?,
+            Err(_) => drop(self.abandon(snapshot)),
+        }
+        written
+    }
+
+    fn write_alone(
+        &self,
+        (snapshot, generation): (u64, Generation),
+        (head, copied): (Head, &Copied),
+    ) -> Result<u64, SnapshotError> {
+        self.begin(snapshot, generation)?;
+        let before = self.newest()?.map_or_else(Places::default, |(_, places)| places);
         let name = Shelf::pack_name(snapshot, WRITER);
-        let part = write_part(&**self.store(), &name, &before, copied.pieces(), done)?;
-        self.check_claim(of)?;
+        let part = write_part(&**self.store(), &name, &before, copied.pieces(), &|_| Ok(()))?;
+        self.check_packs(&part.places)?;
+        self.check_claim(generation)?;
         self.add(snapshot, head, now(), part.places)?;
-        self.collect(keep)?;
         Ok(part.written)
     }
 }
