@@ -36,6 +36,22 @@ def bucket(server, monkeypatch):
 
 
 @pytest.fixture
+def cluster(bucket, cluster):
+    """Its processes are killed at the end: a last snapshot would wait for a bucket that does harm."""
+    started = []
+
+    def start(*args, **options):
+        started.append(cluster(*args, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        for process in (*one.mounts, *one.shards):
+            process.kill()
+        one.mounts, one.shards = [], []
+
+
+@pytest.fixture
 def saved(cluster, model, bucket):  # noqa: F811
     """A job with a snapshot of version 1."""
     job = Job(cluster, 2, model=model, **SETTINGS)

@@ -48,7 +48,7 @@ impl Bucket {
         let unknown = || bad("a path, file://, s3://, gs:// or az:// is expected".into());
         let parsed = url::Url::parse(url).map_err(|error| bad(error.to_string()))?;
         let (scheme, folder) = ObjectStoreScheme::parse(&parsed).map_err(|_| unknown())?;
-        let retry = RetryConfig { retry_timeout: RETRIES, max_retries: usize::MAX, ..RetryConfig::default() };
+        let retry = RetryConfig { retry_timeout: RETRIES, ..RetryConfig::default() };
         let store: Result<Arc<dyn ObjectStore>, Error> = match scheme {
             ObjectStoreScheme::AmazonS3 => AmazonS3Builder::from_env()
                 .with_url(url)

@@ -253,7 +253,10 @@ impl Shelf {
                 leave.push(name);
             }
         }
+        let counted: BTreeSet<u64> = self.names()?.iter().filter_map(|name| number_of(name)).collect();
         for name in leave {
+            // Its mark goes first, or it would count as one that is being written.
+            number_of(&name).map_or(Ok(()), |snapshot| self.store.delete(&begun(snapshot)))?;
             self.store.delete(&format!("{DESCRIPTIONS}/{name}.json"))?;
         }
         // It may name any pack.
@@ -263,7 +266,7 @@ impl Shelf {
         let listed = self.store.list(PACKS)?;
         let ours = || listed.iter().filter_map(|of| Some((snapshot_of(&of.name)?, &of.name)));
         let mut running = BTreeSet::new();
-        for (snapshot, mark) in ours().filter(|(_, name)| name.ends_with(BEGUN)) {
+        for (snapshot, mark) in ours().filter(|(of, name)| name.ends_with(BEGUN) && !counted.contains(of)) {
             match self.store.get(mark) {
                 Ok(of) if of == generation.to_string().as_bytes() => drop(running.insert(snapshot)),
                 Ok(_) | Err(StoreError::Missing(_)) => {}
@@ -290,6 +293,11 @@ impl Shelf {
 /// The first pack of these places that is not among those that are there.
 fn lost<'a>(places: &'a Places, there: &BTreeSet<(String, u64)>) -> Option<&'a Pack> {
     places.packs().iter().find(|pack| !there.contains(&(pack.name.clone(), pack.bytes)))
+}
+
+/// The number of a snapshot of this name.
+fn number_of(name: &str) -> Option<u64> {
+    u64::from_str_radix(name.rsplit('-').next()?, 16).ok()
 }
 
 /// Whether this is the name of a snapshot.
