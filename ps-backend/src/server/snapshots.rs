@@ -85,7 +85,8 @@ fn take_here(
         let _ = shelf.abandon(snapshot);
     }
     let version = written?;
-    let collected = keep.map_or(Ok(()), |keep| shelf.collect(keep, generation));
+    let collect = |keep| shelf.check_claim(generation).and_then(|()| shelf.collect(keep, generation));
+    let collected = keep.map_or(Ok(()), collect);
     if let Err(error) = collected {
         tracing::warn!(model, "older snapshots, or parts of one, are not removed: {error}");
     }

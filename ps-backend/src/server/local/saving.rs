@@ -111,7 +111,9 @@ impl Saver {
         let version = record.version;
         let head = Head::new(&self.model, &self.layout, self.metadata.clone(), &controls, record);
         let written = shelf.write_whole((u64::from_le_bytes(random), generation), (head, &copied))?;
-        if let Err(error) = shelf.collect(Keep::of(&settings), generation) {
+        let keep = Keep::of(&settings);
+        let collected = shelf.check_claim(generation).and_then(|()| shelf.collect(keep, generation));
+        if let Err(error) = collected {
             tracing::warn!(model = self.model, "older snapshots are not removed: {error}");
         }
         Ok(SavedSnapshot { version, bytes: (copied.len(), written) })

@@ -228,12 +228,11 @@ impl Shelf {
     }
 
     /// Removes the snapshots that need not stay, and then the packs that no snapshot names, for the life of a model that has
-    /// the store. What another snapshot of it is being written into stays. Files of others are left alone.
+    /// the store ([`Self::check_claim`]). What another snapshot of it is being written into stays. Files of others are left alone.
     ///
     /// # Errors
     /// [`SnapshotError`]; no pack of a snapshot that stays was removed.
     pub fn collect(&self, keep: Keep, generation: Generation) -> Result<(), SnapshotError> {
-        self.check_claim(generation)?;
         let mut described = Vec::new();
         let mut unread = None;
         for name in self.names()? {
