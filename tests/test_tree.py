@@ -35,7 +35,7 @@ def test_a_model_is_a_directory(start_mount):
     modes = {
         "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "publish": 0o600, "hf": 0o755,
         "gradients.safetensors": 0o600, "publish.safetensors": 0o600, "device": 0o600,
-        "version": 0o444, "layout": 0o444, "status.json": 0o444, "error": 0o444, "settings.json": 0o644, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "readers": 0o755, "views": 0o755, "control": 0o755,
+        "version": 0o444, "durable_version": 0o444, "layout": 0o444, "status.json": 0o444, "error": 0o444, "settings.json": 0o644, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "readers": 0o755, "views": 0o755, "control": 0o755,
         "snapshot": 0o400,
     }  # fmt: skip
     assert sorted(os.listdir(mount.model)) == sorted(modes)

@@ -68,7 +68,9 @@ def test_a_mount_of_views_reads_and_holds_no_more_than_they_need(job):
 def test_a_mount_of_views_alone_has_nothing_else_of_its_model(job):
     one, whole = job
     apart = one.mount(models=["m"], views_only=True)
-    beside = {"views", "version", "layout", "readers", "learners", "control", "settings.json", "status.json", "error"}
+    beside = {
+        "views", "version", "durable_version", "layout", "readers", "learners", "control", "settings.json", "status.json", "error",
+    }
     assert set(os.listdir(apart.model)) == beside
     for name in set(os.listdir(whole.model)) - beside:
         fails(errno.ENOENT, os.stat, apart.model / name)

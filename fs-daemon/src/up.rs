@@ -57,9 +57,14 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
             let takes_over = takes_over.then_some(store);
             let mut model = load(name, source, (&executor, config.state), &controls)?;
             model.companions = companions;
-            savers.extend(saver(&model, takes_over)?);
+            savers.extend(saver(&model, takes_over));
             models.push(Arc::new(model));
         }
+        let all: Vec<Arc<Saver>> = savers.iter().map(|(_, saver)| Arc::clone(saver)).collect();
+        std::thread::Builder::new()
+            .name("snapshots".into())
+            .spawn(move || Saver::run(all))
+            .map_err(|error| Error::new("cannot start the thread that takes snapshots").caused_by(error))?;
         let at_end = move || {
             // All of them, also if one fails.
             let saved: Vec<Result<(), Error>> = savers.iter().map(save_last).collect();
@@ -109,15 +114,12 @@ fn copies_of(config: &UpConfig) -> Option<StateCopies> {
     (config.device == DeviceName::Cpu).then_some(config.state)
 }
 
-/// Starts what takes the snapshots of a model, if its job has a place for them, then or later.
-fn saver(model: &Model, takes_over: Option<String>) -> Result<Option<(String, Arc<Saver>)>, Error> {
-    let Snapshots::Here(shard) = &model.snapshots else { return Ok(None) };
+/// What takes the snapshots of a model, if its job has a place for them, then or later.
+fn saver(model: &Model, takes_over: Option<String>) -> Option<(String, Arc<Saver>)> {
+    let Snapshots::Here(shard) = &model.snapshots else { return None };
     let (name, metadata) = (model.name.clone(), model.metadata.clone());
-    let saver = Arc::new(Saver::new(shard, (&name, &model.layout), metadata, takes_over));
-    let saves = Arc::clone(&saver);
-    let spawned = std::thread::Builder::new().name("snapshots".into()).spawn(move || saves.run());
-    spawned.map_err(|error| Error::new("cannot start the thread that takes snapshots").caused_by(error))?;
-    Ok(Some((name, saver)))
+    let saver = Saver::new(shard, (&name, &model.layout), metadata, takes_over);
+    Some((name, Arc::new(saver)))
 }
 
 /// Takes the last snapshot of a model.

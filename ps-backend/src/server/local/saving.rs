@@ -44,18 +44,24 @@ impl Saver {
         Saver { shard, model, layout, metadata, takes_over, started, schedule }
     }
 
-    /// Takes snapshots when they are due, until the model ends.
-    pub fn run(&self) {
-        loop {
+    /// Takes snapshots of some models when they are due, one after the other, until the models end.
+    pub fn run(mut savers: Vec<Arc<Saver>>) {
+        while !savers.is_empty() {
             std::thread::sleep(TICK);
-            let Some(shard) = self.shard.upgrade() else { return };
-            let (version, settings) = shard.coordinator.snapshots();
-            let mut schedule = self.schedule.lock();
-            schedule.is_to(&settings.to);
-            if !settings.to.is_empty() && schedule.is_due(settings.every, version, self.started.elapsed()) {
-                self.save(&shard, &mut schedule);
-            }
+            savers.retain(|saver| saver.look());
         }
+    }
+
+    /// Takes a snapshot if one is due. Returns whether the model is there.
+    fn look(&self) -> bool {
+        let Some(shard) = self.shard.upgrade() else { return false };
+        let (version, settings) = shard.coordinator.snapshots();
+        let mut schedule = self.schedule.lock();
+        schedule.is_to(&settings.to);
+        if !settings.to.is_empty() && schedule.is_due(settings.every, version, self.started.elapsed()) {
+            self.save(&shard, &mut schedule);
+        }
+        true
     }
 
     /// Takes a snapshot of the newest version, unless there is one. Returns the version, or nothing if the job has no place
