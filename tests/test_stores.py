@@ -230,6 +230,7 @@ def test_older_snapshots_go_and_what_others_need_stays(cluster, gradfs, tmp_path
         assert listed(gradfs, store) == list(range(max(1, version - 1), version + 1))
     # Most data are those of the first snapshot.
     assert sum(pack.stat().st_size for pack in (store / "packs").iterdir()) < 4 * size
+    assert job.cluster.run("delete", "m").returncode == 0 and listed(gradfs, store) == [4, 5]
     job.kill()
     assert Job(cluster, 1, "--from", store).mount.weights() == bytes(weights)
     assert gradfs("verify", f"{store}#4").returncode == 0
@@ -251,8 +252,12 @@ def test_a_job_that_goes_on_takes_its_store_over(cluster, gradfs, model, tmp_pat
     assert "has gone on from there" in snapshot(first, tmp_path / "store", status=1)
     train(second.mount, range(2, 3))
     assert snapshot(second, tmp_path / "store")[0] == 3
-    # A copy under another name is another job.
+    # A copy under another name is another job, which does not save there.
+    second.mount.control("snapshot_to", tmp_path / "store")
+    eventually(lambda: durable(second.mount) == 3)
     assert gradfs("create", "copy", "--from", tmp_path / "store", "--registry", second.cluster.registry).returncode == 0
+    copy = second.cluster.mount(models=["copy"])
+    assert (copy.root / "copy/control/snapshot_to").read_text().strip() == ""
     assert snapshot(second, tmp_path / "store")[0] == 3
 
 

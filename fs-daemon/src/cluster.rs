@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::{self, Registry, RegistryError};
-use libmodelio::wire::Message;
+use libmodelio::wire::{Message, ModelRecord, ShardRecord};
 use serde_json::{Map, Value};
 
 use crate::config::registry::RegistryAt;
@@ -31,6 +31,26 @@ fn deadline() -> Instant {
 
 fn registry(at: &RegistryAt) -> Result<Arc<dyn Registry>, Error> {
     registry::open(&at.to_string()).map_err(|error| registry_error(at, error))
+}
+
+/// A model that is ready, all shards, and the one that coordinates it.
+fn coordinated(
+    registry: &dyn Registry,
+    at: &RegistryAt,
+    name: &str,
+) -> Result<(ModelRecord, Vec<ShardRecord>, String), Error> {
+    let record = registry.model(name, deadline()).map_err(|error| registry_error(at, error))?;
+    if !record.ready {
+        let error = Error::new(format!("model {name} is still being created"));
+        return Err(error.hint("try again when it is there"));
+    }
+    let shards = registry.shards(deadline()).map_err(|error| registry_error(at, error))?;
+    let coordinator = shards.iter().find(|shard| shard.shard == record.coordinator).ok_or_else(|| {
+        let what = format!("shard {}, which coordinates {name}, is not announced", record.coordinator);
+        explain_new_registry(at, Error::new(what).hint("start it, or wait until it is reached again"))
+    })?;
+    let address = coordinator.address.clone();
+    Ok((record, shards, address))
 }
 
 /// Turns the registry's refusal into an error for the user of the command.

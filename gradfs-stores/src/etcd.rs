@@ -344,7 +344,7 @@ fn hint(why: &str) -> &'static str {
     if is_one(&["certificate", "HandshakeFailure"]) {
         "check GRADFS_ETCD_CA, GRADFS_ETCD_CERT and GRADFS_ETCD_KEY"
     } else if is_one(&["refused", "no leader", "no answer", "timed out", "unreachable", "no time"]) {
-        "more than half of its members must run and reach each other; and etcds:// if it wants TLS"
+        "more than half of its members must run and reach each other; write etcds:// if it wants TLS"
     } else if is_one(&["lookup"]) {
         "check the names in the URL"
     } else {

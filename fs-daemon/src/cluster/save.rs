@@ -8,7 +8,7 @@ use ps_backend::core::JobRecord;
 use ps_backend::snapshot::{Fetched, Head, Shards, SnapshotError, Source, Stream, StreamHead, Writer};
 use serde::Deserialize;
 
-use super::{deadline, explain_new_registry, registry, registry_error, request};
+use super::{coordinated, deadline, registry, request};
 use crate::config::cluster::{SaveConfig, SavedModel};
 use crate::config::registry::RegistryAt;
 use crate::error::{DAEMON_ENDED, Error};
@@ -125,19 +125,10 @@ fn capture(name: &str, at: &RegistryAt) -> Result<(Copies, Captured), Error> {
     let mut tries = 0;
     loop {
         tries += 1;
-        let record = registry.model(name, deadline()).map_err(|error| registry_error(at, error))?;
-        if !record.ready {
-            let error = Error::new(format!("model {name} is still being created"));
-            return Err(error.hint("try again when it is there"));
-        }
-        let shards = registry.shards(deadline()).map_err(|error| registry_error(at, error))?;
-        let coordinator = shards.iter().find(|shard| shard.shard == record.coordinator).ok_or_else(|| {
-            let what = format!("shard {}, which coordinates {name}, is not announced", record.coordinator);
-            explain_new_registry(at, Error::new(what).hint("start it, or wait until it is reached again"))
-        })?;
+        let (record, shards, address) = coordinated(&*registry, at, name)?;
         let (model, generation, epoch) = (name.to_owned(), record.generation, record.epoch);
         let capture = Message::Capture { model, generation, epoch };
-        let asked = request(&coordinator.address, &capture, Instant::now() + CAPTURING);
+        let asked = request(&address, &capture, Instant::now() + CAPTURING);
         let failed = || Error::new(format!("no snapshot can be taken of {name}"));
         match asked {
             Ok((Message::Captured { snapshot }, payload)) => {
@@ -146,7 +137,7 @@ fn capture(name: &str, at: &RegistryAt) -> Result<(Copies, Captured), Error> {
                 return Ok((copies, captured));
             }
             Ok((other, _)) => {
-                let what = format!("{} answers with {}", coordinator.address, other.name());
+                let what = format!("{address} answers with {}", other.name());
                 return Err(failed().caused_by(what).hint("use the same release on all hosts"));
             }
             // It has moved since the registry was asked.

@@ -10,7 +10,7 @@ use libmodelio::wire::{Message, ModelRecord, Refusal};
 use ps_backend::snapshot::{Shelf, SnapshotError, Stored, Writer};
 use serde_json::json;
 
-use super::{deadline, explain_new_registry, registry, registry_error, request};
+use super::{coordinated, deadline, registry, request};
 use crate::config::snapshots::SnapshotConfig;
 use crate::error::Error;
 use crate::progress;
@@ -66,21 +66,11 @@ fn begin(config: &SnapshotConfig, snapshot: u64) -> Result<(String, Message, Tol
     let mut tries = 0;
     loop {
         tries += 1;
-        let record = registry.model(name, deadline()).map_err(|error| registry_error(at, error))?;
-        if !record.ready {
-            let error = Error::new(format!("model {name} is still being created"));
-            return Err(error.hint("try again when it is there"));
-        }
-        let ModelRecord { generation, epoch, coordinator, .. } = record;
-        let shards = registry.shards(deadline()).map_err(|error| registry_error(at, error))?;
-        let found = shards.into_iter().find(|shard| shard.shard == coordinator).ok_or_else(|| {
-            let what = format!("shard {coordinator}, which coordinates {name}, is not announced");
-            explain_new_registry(at, Error::new(what).hint("start it, or wait until it is reached again"))
-        })?;
+        let (ModelRecord { generation, epoch, .. }, _, address) = coordinated(&*registry, at, name)?;
         let (model, to) = (name.clone(), config.to.clone().unwrap_or_default());
         let message = Message::TakeSnapshot { model, generation, epoch, snapshot, to };
-        match ask(&found.address, &message) {
-            Ok(told) => return Ok((found.address, message, told)),
+        match ask(&address, &message) {
+            Ok(told) => return Ok((address, message, told)),
             // It has moved since the registry was asked.
             Err(AdminError::Refusal(Refusal::Epoch { .. })) if tries < TRIES => {}
             Err(error) => return Err(failed(name, &error)),

@@ -15,8 +15,8 @@ use parking_lot::{Condvar, Mutex};
 const PROMPT: Duration = Duration::from_millis(500);
 /// A save that has ended is forgotten when nobody has asked for it for so long. So is a shard's part given up.
 const UNASKED: Duration = Duration::from_secs(60);
-/// A save that goes no further for so long has failed.
-pub(super) const STALLED: Duration = Duration::from_secs(120);
+/// A save that goes no further for so long has failed. Before its first byte, shards may take minutes for their memory.
+const STALLED: Duration = Duration::from_secs(600);
 /// The most saves of a process that go on.
 const MAX_SAVES: usize = 64;
 
@@ -115,7 +115,7 @@ impl Save {
         }
         let ended = outcome.clone().transpose()?.is_some();
         if !ended && self.has_stalled() {
-            let why = format!("nothing has come into the store for {} s", STALLED.as_secs());
+            let why = format!("it has gone no further for {} s: its store may hang", STALLED.as_secs());
             return Err(Refusal::other(why));
         }
         let number = |of: &AtomicU64| of.load(Ordering::Relaxed);

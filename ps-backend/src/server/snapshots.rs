@@ -15,7 +15,7 @@ use libmodelio::wire::{Message, Refusal};
 use super::capturing::{self, Taken, ask_each};
 use super::models;
 use super::peer_shard::AnswersHere;
-use super::saves::{STALLED, Save, Subject};
+use super::saves::{Save, Subject};
 use super::shared::Shared;
 use crate::snapshot::{
     Copied, Head, Keep, Places, SavedSnapshot, Shelf, SnapshotError, now as now_in_seconds, write_part,
@@ -24,6 +24,8 @@ use crate::stores::{StoreError, absolute_url};
 
 /// The longest wait for a shard to say how far it is.
 const PROMPT: Duration = Duration::from_secs(10);
+/// The longest time in which no shard brings anything into the store.
+const STALLED: Duration = Duration::from_secs(120);
 
 /// A model's life under a block map.
 type Life<'a> = (&'a str, Generation, Epoch);
@@ -210,4 +212,41 @@ fn write_copy(
     shelf.add_part(snapshot, writer, &part.places)?;
     save.is_at(all, part.written);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use libmodelio::vocabulary::ids::BlockId;
+    use libmodelio::vocabulary::layout::{DType, ModelLayout};
+    use libmodelio::wire::DataKind;
+
+    use super::*;
+    use crate::server::saves::Saves;
+
+    #[test]
+    fn a_shard_that_sees_another_directory_than_the_coordinator_refuses() {
+        let (there, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let shelf = Shelf::open(there.path().to_str().unwrap()).unwrap();
+        shelf.begin(7, Generation(1)).unwrap();
+        let layout = ModelLayout::blank(1 << 16, DType::F32, 1 << 16).unwrap();
+        let partition = layout.partition(&[BlockId(0)]).unwrap();
+        let copied = Arc::new(Copied::reserve(partition.layout(), [DataKind::Weights].into_iter()).unwrap());
+        let saves = Saves::default();
+        for (dir, is_there) in [(&there, true), (&elsewhere, false)] {
+            let (to, name) =
+                (dir.path().to_str().unwrap().to_owned(), (Generation(1), is_there.into(), Subject::Copy));
+            let (copied, partition) = (Arc::clone(&copied), partition.clone());
+            let told = saves.ask(name, move |save| {
+                write_copy(save, (&copied, &partition), (7, 1), (&to, "")).map_err(Refusal::other)
+            });
+            match told {
+                Ok(Message::Saved { dealt, ended, .. }) => assert!(is_there && ended && dealt == 1 << 16),
+                Err(refusal) => {
+                    assert!(!is_there && refusal.to_string().contains("one directory"), "{refusal}")
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+    }
 }

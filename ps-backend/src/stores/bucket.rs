@@ -48,7 +48,7 @@ impl Bucket {
         let unknown = || bad("a path, file://, s3://, gs:// or az:// is expected".into());
         let parsed = url::Url::parse(url).map_err(|error| bad(error.to_string()))?;
         let (scheme, folder) = ObjectStoreScheme::parse(&parsed).map_err(|_| unknown())?;
-        let retry = RetryConfig { retry_timeout: RETRIES, ..RetryConfig::default() };
+        let retry = RetryConfig { retry_timeout: RETRIES, max_retries: usize::MAX, ..RetryConfig::default() };
         let store: Result<Arc<dyn ObjectStore>, Error> = match scheme {
             ObjectStoreScheme::AmazonS3 => AmazonS3Builder::from_env()
                 .with_url(url)
@@ -114,9 +114,7 @@ fn one_line(error: &Error) -> String {
     let said = match within("Code") {
         None => text.split_whitespace().collect::<Vec<_>>().join(" "),
         Some(code) => {
-            let status = text
-                .split(|c: char| !c.is_ascii_digit())
-                .find(|word| word.len() == 3 && word.starts_with(['4', '5']));
+            let status = text.split_once("status code: ").and_then(|(_, rest)| rest.get(..3));
             let message = within("Message").unwrap_or_default();
             format!("{} {code}: {message}", status.unwrap_or_default())
         }

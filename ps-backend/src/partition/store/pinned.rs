@@ -73,8 +73,9 @@ impl PinnedVersion {
         (&self.buffer.region, self.published)
     }
 
-    /// The CRC32C of [`Self::block`]. It is computed once, at the first request: the pass brings the block
-    /// into the cache, from which it is then sent. (The block was stored past the caches when it was made.)
+    /// The CRC32C of [`Self::block`]. It is computed once: while the block was compared, if patches were sent lately, or
+    /// at the first request. That pass brings the block into the cache, from which it is then sent. (The block was stored
+    /// past the caches when it was made.)
     ///
     /// # Panics
     /// If the partition has no such block.

@@ -228,14 +228,27 @@ impl Shelf {
     }
 
     /// Removes the snapshots that need not stay, and then the packs that no snapshot names, for the life of a model that has
-    /// the store ([`Self::check_claim`]). What another snapshot of it is being written into stays. Files of others are left alone.
+    /// the store ([`Self::check_claim`]). What another snapshot of it is being written into stays. Files of others are left
+    /// alone.
     ///
     /// # Errors
     /// [`SnapshotError`]; no pack of a snapshot that stays was removed.
     pub fn collect(&self, keep: Keep, generation: Generation) -> Result<(), SnapshotError> {
-        let mut described = Vec::new();
-        let mut unread = None;
+        // In this order: a snapshot that ends meanwhile has its mark still, or its description already.
+        let listed = self.store.list(PACKS)?;
+        let ours: Vec<_> = listed.iter().filter_map(|of| Some((snapshot_of(&of.name)?, &of.name))).collect();
+        let mut running = BTreeSet::new();
+        for (snapshot, mark) in ours.iter().filter(|(_, name)| name.ends_with(BEGUN)) {
+            match self.store.get(mark) {
+                Ok(of) if of == generation.to_string().as_bytes() => drop(running.insert(*snapshot)),
+                Ok(_) | Err(StoreError::Missing(_)) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let (mut described, mut unread) = (Vec::new(), None);
         for name in self.names()? {
+            // A mark that was left behind protects nothing.
+            number_of(&name).map(|snapshot| running.remove(&snapshot));
             match self.description(&name) {
                 Ok(description) => described.push((name, description)),
                 Err(error) => unread = Some(error),
@@ -244,16 +257,11 @@ impl Shelf {
         let taken: Vec<u64> = described.iter().map(|(_, description)| description.taken).collect();
         let stay = staying(&taken, keep);
         let mut named: BTreeSet<String> = BTreeSet::new();
-        let mut leave = Vec::new();
         for ((name, description), stays) in described.into_iter().zip(stay) {
             if stays {
                 named.extend(description.places.packs().iter().map(|pack| pack.name.clone()));
-            } else {
-                leave.push(name);
+                continue;
             }
-        }
-        let counted: BTreeSet<u64> = self.names()?.iter().filter_map(|name| number_of(name)).collect();
-        for name in leave {
             // Its mark goes first, or it would count as one that is being written.
             number_of(&name).map_or(Ok(()), |snapshot| self.store.delete(&begun(snapshot)))?;
             self.store.delete(&format!("{DESCRIPTIONS}/{name}.json"))?;
@@ -262,17 +270,7 @@ impl Shelf {
         if let Some(error) = unread {
             return Err(error);
         }
-        let listed = self.store.list(PACKS)?;
-        let ours = || listed.iter().filter_map(|of| Some((snapshot_of(&of.name)?, &of.name)));
-        let mut running = BTreeSet::new();
-        for (snapshot, mark) in ours().filter(|(of, name)| name.ends_with(BEGUN) && !counted.contains(of)) {
-            match self.store.get(mark) {
-                Ok(of) if of == generation.to_string().as_bytes() => drop(running.insert(snapshot)),
-                Ok(_) | Err(StoreError::Missing(_)) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        for (_, name) in ours().filter(|(of, name)| !running.contains(of) && !named.contains(*name)) {
+        for (_, name) in ours.iter().filter(|(of, name)| !running.contains(of) && !named.contains(*name)) {
             self.store.delete(name)?;
         }
         [DESCRIPTIONS, PACKS].into_iter().try_for_each(|folder| Ok(self.store.tidy(folder)?))
