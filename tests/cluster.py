@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import Daemon, Mount, all_of, flags, gradfs_binary, pause, ran
 from patience import HANGS, Limit
+from ports import free_address
 from wire import HEADER_BYTES, ROLES, Closed, Peer, Reading
 
 START_DEADLINE = STOP_DEADLINE = HANGS
@@ -32,11 +33,12 @@ def run(*args, timeout=HANGS):
 class Shard(Daemon):
     """A running `gradfs shard`; `address` is where it listens, whatever it advertises."""
 
-    def __init__(self, *args, listen="127.0.0.1:0", command="shard"):
+    def __init__(self, *args, listen=None, command="shard"):
         self._scratch = Path(tempfile.mkdtemp(prefix="gradfs-test-shard-"))
         # Also of one that does not start, or that a test has put another one in the place of.
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
-        self.command = [str(gradfs_binary()), command, "--listen", listen, *map(str, args)]
+        # Of its own, so that it can come back there.
+        self.command = [str(gradfs_binary()), command, "--listen", listen or free_address(), *map(str, args)]
         self._begin(self.command)
         end = time.monotonic() + START_DEADLINE
         while "gradfs: ready" not in self.stdout():

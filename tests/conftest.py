@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import pytest
 from patience import HANGS, Limit
+from ports import free_address
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -413,11 +413,7 @@ def gradfs():
 @pytest.fixture
 def address():
     """One that is free on this host."""
-    with socket.socket() as bound:
-        # Another socket that sets this can listen there, too; the system gives the port to nobody else.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", 0))
-        yield "127.0.0.1:%d" % bound.getsockname()[1]
+    return free_address()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import begin
 from patience import HANGS, Limit
+from ports import free_address
 
 
 def needed():
@@ -29,12 +29,7 @@ class Etcd:
         needed()
         self._scratch = Path(tempfile.mkdtemp(prefix="gradfs-test-etcd-"))
         self._tls = tls
-        self._held = [socket.socket() for _ in range(2 * members)]
-        for held in self._held:
-            # etcd sets this, too, and can listen there; the system gives the port to nobody else.
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(("127.0.0.1", 0))
-        places = [f"127.0.0.1:{held.getsockname()[1]}" for held in self._held]
+        places = [free_address() for _ in range(2 * members)]
         self.members, self._peers = places[:members], places[members:]
         self.url = ("etcds" if tls else "etcd") + "://" + ",".join(self.members)
         self._processes = [None] * members
@@ -87,8 +82,6 @@ class Etcd:
             if process is not None:
                 process.kill()
                 process.wait()
-        for held in self._held:
-            held.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
