@@ -157,6 +157,13 @@ impl Fs {
         *self.unknown.lock() = Some(wake);
     }
 
+    /// It is looked soon whether models have come or gone.
+    pub fn has_models_looked_for(&self) {
+        if let Some(wake) = &*self.unknown.lock() {
+            let _ = wake.try_send(());
+        }
+    }
+
     /// The models, in the order of their indices, those too that are gone and still in use.
     pub fn trees(&self) -> Vec<Arc<ModelTree>> {
         self.trees.all(false)

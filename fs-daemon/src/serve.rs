@@ -58,6 +58,8 @@ pub struct Changes {
     pub come: Vec<Arc<Model>>,
     /// Of those that are shown.
     pub gone: Vec<Arc<Model>>,
+    /// Of those that are shown, each with the one that takes its place.
+    pub replaced: Vec<(Arc<Model>, Arc<Model>)>,
 }
 
 /// Mounts the models that `load` brings and serves them until told to stop.
@@ -170,11 +172,14 @@ fn follow(calls: &Arc<Calls>, kernel: Arc<dyn Kernel>, mut later: Box<dyn Later>
             let shown = calls.upgrade().map(|calls| (calls.fs.shown(), calls.fs.has_room()));
             let Some((shown, room)) = shown else { return };
             let shown: Vec<Arc<Model>> = shown.iter().map(|tree| Arc::clone(&tree.model)).collect();
-            let Changes { come, gone } = later.look(&shown, room);
+            let Changes { come, gone, replaced } = later.look(&shown, room);
             drop(shown);
             let Some(calls) = calls.upgrade() else { return };
             gone.iter().for_each(|model| calls.remove(model, &*kernel));
             drop(gone);
+            for (before, model) in replaced {
+                calls.replace(&before, model, &*kernel);
+            }
             for model in come {
                 let name = model.name.clone();
                 match calls.add(model) {

@@ -12,10 +12,10 @@ pub use gradfs_stores::etcd::{EtcdError, EtcdUrl};
 pub use remote::RemoteRegistry;
 
 use crate::admin::AdminError;
-use crate::vocabulary::ids::{Epoch, Generation, ShardId};
+use crate::vocabulary::ids::{Epoch, Generation, ShardId, Version};
 use crate::wire::{
-    Fate, HeldPartition, ModelRecord, RecordError, Refusal, RefusedShard, RegistryAnswer, RegistryRequest,
-    ShardRecord,
+    Fate, HeldPartition, Losses, ModelRecord, RecordError, Refusal, RefusedShard, RegistryAnswer,
+    RegistryRequest, ShardRecord,
 };
 
 /// The registry at `host:port`, or in the etcd at `etcd://a:2379,b:2379,c:2379/prefix` (`etcds://` for TLS), whose
@@ -200,6 +200,56 @@ pub trait Registry: Send + Sync {
     ) -> Result<(), RegistryError> {
         let request = RegistryRequest::Restore { shards: shards.to_vec() };
         done(self, request, &record.encode()?, deadline)
+    }
+
+    /// What must be known of a model if its blocks are lost: a bound of its versions' numbers, and the store that it is
+    /// restored from, which is empty if it is not.
+    ///
+    /// # Errors
+    /// [`RegistryError::NoModel`], [`RegistryError::Generation`], and [`RegistryError::Epoch`] if another block map is in
+    /// force.
+    fn keep(
+        &self,
+        of: &HeldPartition,
+        reserved: Version,
+        store: &str,
+        deadline: Instant,
+    ) -> Result<(), RegistryError> {
+        let HeldPartition { model, generation, epoch } = of.clone();
+        let store = store.to_owned();
+        done(self, RegistryRequest::Keep { model, generation, epoch, reserved, store }, &[], deadline)
+    }
+
+    /// A model begins a new life, with this record: it is restored after blocks of the life `before` were lost. That one
+    /// counts as deleted.
+    ///
+    /// # Errors
+    /// [`RegistryError::NoModel`], [`RegistryError::Generation`] and [`RegistryError::Epoch`] if somebody else was first,
+    /// and [`RegistryError::Refused`] for a record that does not follow on the one that is there.
+    fn succeed(
+        &self,
+        record: &ModelRecord,
+        (generation, epoch): (Generation, Epoch),
+        deadline: Instant,
+    ) -> Result<(), RegistryError> {
+        done(self, RegistryRequest::Succeed { generation, epoch }, &record.encode()?, deadline)
+    }
+
+    /// The models that are to be restored. A shard that asks has parts of the models `held`, or is restoring them: at most
+    /// [`MAX_HELD`](crate::wire::MAX_HELD).
+    ///
+    /// # Errors
+    /// Only if the registry does not answer.
+    fn losses(
+        &self,
+        shard: ShardId,
+        held: &[Generation],
+        deadline: Instant,
+    ) -> Result<Losses, RegistryError> {
+        match self.ask(RegistryRequest::Lost { shard, held: held.to_vec() }, &[], deadline)?.0 {
+            RegistryAnswer::Losses(losses) => Ok(losses),
+            _ => Err(unexpected()),
+        }
     }
 }
 

@@ -14,6 +14,7 @@ mod checksum;
 mod codec;
 mod error;
 mod header;
+mod lineage;
 mod message;
 mod moved;
 mod receiver;
@@ -26,6 +27,7 @@ pub use checksum::Checksum;
 pub use codec::{append_frame, frame};
 pub use error::WireError;
 pub use header::{HEADER, Header, Payload};
+pub use lineage::Lineage;
 pub use message::{
     Granted, JobState, LearnerState, MAX_PARTS_OF_SET, Message, PartOf, Plan, PlanPart, PlanSource,
     ReaderDoes, ReduceOp, Refusal, Role, SetOfParts, Work,
@@ -34,8 +36,8 @@ pub use moved::{DataKind, Moved};
 pub use receiver::{Received, Receiver};
 pub use record::{MAX_MODEL_NAME, RecordError, check_model_name};
 pub use registry::{
-    Fate, HeldPartition, MAX_HELD, MAX_METADATA, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest,
-    ShardRecord,
+    Fate, HeldPartition, Losses, LostModel, MAX_HELD, MAX_METADATA, ModelRecord, RefusedShard,
+    RegistryAnswer, RegistryRequest, ShardRecord,
 };
 
 /// The most bytes of a model that is small: a contribution goes with its commit, and a version with the state that

@@ -1,6 +1,7 @@
 //! Making and deleting a model on the shards of a registry: from the side of whoever asks for it.
 
 mod placing;
+mod restore;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -13,12 +14,13 @@ use libmodelio::vocabulary::block_map::{BlockMap, MapError};
 use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{DataKind, Message, ModelRecord, Moved, RecordError, ShardRecord};
+use libmodelio::wire::{DataKind, Lineage, Message, ModelRecord, Moved, RecordError, ShardRecord};
 
 use libmodelio::vocabulary::controls::Controls;
 use serde_json::{Map, Value};
 
 use self::placing::{Candidate, choose};
+pub use self::restore::{Restored, restore};
 use crate::core::JobRecord;
 use crate::memory::MemoryUse;
 use crate::partition::store::kept_range;
@@ -142,6 +144,9 @@ pub fn create(
     let generation = new_generation().map_err(|error| CreateError::Random(error.to_string()))?;
     let (controls, metadata) = (new.controls.clone(), new.metadata.clone());
     let mut record = ModelRecord::new(new.name, generation, new.layout, metadata, &map, ids[0], controls)?;
+    if let Some(job) = new.record {
+        record.lineage.reserved = Lineage::reserved_for(job.version);
+    }
     registry.put(&record, None, Instant::now() + PROMPT)?;
     record.ready = true;
     let made = make(new, &map, &ModelRecord { ready: false, ..record.clone() }, &there, source, progress)

@@ -6,6 +6,7 @@ pub mod coordinator;
 pub mod core;
 pub mod create;
 pub mod device;
+pub mod losses;
 pub mod memory;
 pub mod moving;
 pub mod partition;

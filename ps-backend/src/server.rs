@@ -22,6 +22,7 @@
 //! | `saves` | how far what is being written into a store is |
 //! | `schedules` | when snapshots are taken |
 //! | `shared` | the common state of connections |
+//! | `keeping` | what the registry must know if blocks are lost |
 //! | `models` | finding, coordinating and deleting models |
 //! | `peer_shard` | requests to another shard |
 //! | `capturing` | snapshots of running models |
@@ -33,6 +34,7 @@
 //! | `local` | a model whose client is in this process |
 //! | `view` | a model whose versions are made of those of another one (`unsafe`) |
 //! | `announcer` | announcements to the registry, and its answers |
+//! | `restorer` | restoring models whose blocks are lost |
 //!
 //! A partition and the coordinator in its process never call each other. Their messages wait in a mailbox until the
 //! sender has released its locks. Then the sender's thread delivers them.
@@ -48,6 +50,7 @@ mod directory;
 mod errands;
 mod fast_paths;
 mod identity;
+mod keeping;
 mod listeners;
 pub mod local;
 mod models;
@@ -59,6 +62,7 @@ mod parts;
 mod peer_shard;
 mod rdma_clients;
 mod redirect;
+mod restorer;
 mod saves;
 mod schedules;
 mod shared;
@@ -154,6 +158,11 @@ impl Server {
             std::thread::Builder::new()
                 .name("snapshots".into())
                 .spawn(move || snapshots::periodic::run(&saver, moving::between_shards))
+                .map_err(|error| threads(&error))?;
+            let restorer = Arc::downgrade(&shared);
+            std::thread::Builder::new()
+                .name("restorer".into())
+                .spawn(move || restorer::run(&restorer))
                 .map_err(|error| threads(&error))?;
         }
         Ok(Server { shared, address, reactor: Mutex::new(Some(reactor)), listening: Mutex::new(listening) })

@@ -191,6 +191,16 @@ impl SnapshotError {
         move |error| SnapshotError::File { path: path.clone(), error }
     }
 
+    /// Whether the snapshot is not as it was written, so that another one may be better.
+    pub(crate) fn is_damage(&self) -> bool {
+        matches!(
+            self,
+            SnapshotError::Damaged { .. }
+                | SnapshotError::Invalid(_)
+                | SnapshotError::Store(StoreError::Missing(_))
+        )
+    }
+
     /// Whether a file is not there.
     fn is_missing(&self) -> bool {
         matches!(self, SnapshotError::File { error, .. } if error.kind() == io::ErrorKind::NotFound)

@@ -22,8 +22,17 @@ pub fn states(registry: &dyn Registry, at: &RegistryAt, shards: &[Value], models
     let is_known = |name: &&String| jobs.iter().any(|job| job["name"] == json!(name));
     let lost = models.iter().filter(|name| !is_known(name));
     let lost = lost.filter_map(|name| Some((name, registry.model(name, until).ok()?)));
-    // A model that is not ready need not have a job yet.
-    let lost: Vec<_> = lost.filter(|(_, record)| record.ready).collect();
+    let (lost, made): (Vec<_>, Vec<_>) = lost.partition(|(_, record)| record.ready);
+    // Else a model that is not ready is being created, and need not have a job yet.
+    jobs.extend(made.iter().filter(|(_, record)| record.lineage.restored > 0).map(|(name, record)| {
+        json!({
+            "name": name,
+            "state": "restoring",
+            "by_shard": record.lineage.by.0,
+            "waits_for_shards": [],
+            "waits_for_learners": null,
+        })
+    }));
     if lost.is_empty() {
         return jobs;
     }
@@ -106,7 +115,7 @@ fn has(shard: &Value, name: &str) -> bool {
 
 /// Whether a job is stuck.
 pub fn is_in_trouble(job: &Value) -> bool {
-    matches!(job["state"].as_str(), Some("waiting" | "failed"))
+    matches!(job["state"].as_str(), Some("waiting" | "failed" | "restoring"))
 }
 
 /// Lines for people about a job that waits or has failed.
@@ -126,6 +135,10 @@ pub fn lines(job: &Value) -> Vec<String> {
     if has_failed {
         let why = job["why"].as_str().map_or(String::new(), |why| format!(": {why}"));
         lines.push(format!("{name}: failed{why}"));
+    }
+    if job["state"] == json!("restoring") {
+        let by = job["by_shard"].as_u64().map_or(String::new(), |by| format!(" by shard {by}"));
+        lines.push(format!("{name}: blocks are lost, and it is restored from its newest snapshot{by}"));
     }
     let late = &job["waits_for_learners"];
     if late.is_object() {
@@ -170,6 +183,12 @@ mod tests {
         let running =
             json!({ "name": "m", "state": "running", "waits_for_shards": [], "waits_for_learners": null });
         assert!(!is_in_trouble(&running) && lines(&running).is_empty());
+        let restoring = json!({ "name": "m", "state": "restoring", "by_shard": 2, "waits_for_shards": [] });
+        assert!(is_in_trouble(&restoring));
+        assert_eq!(
+            lines(&restoring),
+            ["m: blocks are lost, and it is restored from its newest snapshot by shard 2"]
+        );
         let failed = json!({ "name": "m", "state": "failed", "why": "so", "waits_for_shards": [] });
         assert!(is_in_trouble(&failed));
         assert_eq!(lines(&failed), ["m: failed: so"]);

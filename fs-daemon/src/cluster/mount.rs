@@ -155,7 +155,18 @@ impl Later for Found {
     fn look(&mut self, shown: &[Arc<Model>], room: bool) -> Changes {
         // The shards that the models are on do not need it, and clients say that it is away.
         let Ok(names) = self.registry.models(deadline()) else { return Changes::default() };
-        let gone = self.gone(shown);
+        let (mut gone, mut replaced) = (Vec::new(), Vec::new());
+        for model in self.gone(shown) {
+            let record = self.registry.model(&model.name, deadline());
+            let goes_on = |record: &ModelRecord| record.lineage.follows(model.whole().job.lineage());
+            match record {
+                // It is shown as it was until its next life can be.
+                Ok(record) if goes_on(&record) => {
+                    replaced.extend(self.come(&model.name).map(|new| (model, new)));
+                }
+                _ => gone.push(model),
+            }
+        }
         let is_shown = |name: &String| {
             let of = |models: &[Arc<Model>]| models.iter().any(|model| model.name == *name);
             of(shown) && !of(&gone)
@@ -164,7 +175,7 @@ impl Later for Found {
         let new: Vec<String> =
             names.into_iter().filter(|name| room && wanted(name) && !is_shown(name)).collect();
         let come = new.iter().filter_map(|name| self.come(name)).collect();
-        Changes { come, gone }
+        Changes { come, gone, replaced }
     }
 }
 
@@ -239,6 +250,7 @@ fn connect(
             Some(Via::At(relay)) => Some(relay.to_string()),
             Some(Via::Auto) | None => None,
         },
+        is_followed: true,
         registry,
         ..ClientOptions::default()
     };

@@ -127,9 +127,7 @@ impl Fs {
                 let tree = self.shown().into_iter().find(|tree| tree.model.name == name);
                 let index = tree.map(|tree| tree.index).ok_or_else(|| {
                     // Nobody waits for the answer of others. A model that has come is there soon.
-                    if let Some(unknown) = &*self.unknown.lock() {
-                        let _ = unknown.try_send(());
-                    }
+                    self.has_models_looked_for();
                     CallError::not_found()
                 })?;
                 Ok(Node::Model(index, File::Dir))

@@ -18,6 +18,7 @@ use libmodelio::client::Event;
 use libmodelio::contributor::Wrote;
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::shard_error::{ROLLED_BACK, ShardError};
 use parking_lot::Mutex;
 
 use super::lookups::{MemoryLookups, SecondLookups};
@@ -58,6 +59,8 @@ pub(super) enum Chore {
     Announced(u8, Announced),
     /// A learner of it is out of the job.
     Left(u8, LearnerId, LeaveReason),
+    /// A model goes on in another life.
+    Restored,
     /// A file with something unfinished was closed.
     Settle(Arc<ProgramFile>, Settling),
 }
@@ -113,6 +116,7 @@ fn listen_to(tree: &Arc<ModelTree>, chores: mpsc::Sender<Chore>, pollers: Poller
             Event::Left(learner, reason) => Chore::Left(index, learner, reason),
             Event::Readers => Chore::Announced(index, Announced::Readers),
             Event::Durable => Chore::Announced(index, Announced::Durable),
+            Event::Restored => Chore::Restored,
         };
         // The receiver only goes when the mount does.
         let _ = chores.send(chore);
@@ -209,6 +213,34 @@ impl Calls {
             tracing::warn!(model = model.name, "deleted: not shown any more");
             kernel.forget_name(ROOT_INO, &model.name);
         }
+    }
+
+    /// A model goes on in another life, which takes the place of the one before: its learners of this mount join again.
+    /// What is open of the life before keeps its version, and all else that is asked of it fails. Must not be called from
+    /// within a request.
+    pub fn replace(&self, before: &Model, model: Arc<Model>, kernel: &dyn Kernel) {
+        let name = model.name.clone();
+        model.own_refusal.note(&CallError::from(ShardError::RolledBack(ROLLED_BACK.to_owned())), false);
+        if !self.add(Arc::clone(&model)) {
+            tracing::warn!(model = name, "restored, and not shown: mount again");
+        }
+        for learner in before.learners().iter().filter(|of| of.name != before.own_name) {
+            if let Err(error) = model.join(&learner.name, learner.owner) {
+                tracing::warn!(model = name, learner = learner.name, "does not join again: {error}");
+            }
+        }
+        drop(model);
+        let index =
+            self.fs.shown().iter().find(|tree| std::ptr::eq(&*tree.model, before)).map(|tree| tree.index);
+        self.fs.hide(before);
+        kernel.forget_name(ROOT_INO, &name);
+        before.whole().job.roll_back();
+        before.job.roll_back();
+        // Who polls looks again.
+        for what in [Announced::Versions, Announced::Readers, Announced::Durable] {
+            index.iter().for_each(|index| self.wake(*index, what));
+        }
+        tracing::warn!(model = name, "restored: shown from its newest snapshot on");
     }
 
     /// Ends the jobs of models that are gone, once nobody uses their files. Must not be called from within a request.
@@ -406,6 +438,7 @@ impl Calls {
         match chore {
             Chore::Published(index) => self.published(index, &**kernel),
             Chore::Announced(index, what) => self.wake(index, what),
+            Chore::Restored => self.fs.has_models_looked_for(),
             Chore::Left(index, learner, reason) => {
                 let Ok(tree) = self.fs.tree(index) else { return };
                 let left = tree.model.left(learner, reason);

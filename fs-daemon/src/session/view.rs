@@ -52,7 +52,9 @@ impl ViewMaker {
         let of_view = Arc::downgrade(&model);
         source.job.subscribe(Box::new(move |event| match event {
             // The readers of the view are those of the model.
-            Event::Readers => of_view.upgrade().iter().for_each(|view| view.job.tell(event)),
+            Event::Readers | Event::Restored => {
+                of_view.upgrade().iter().for_each(|view| view.job.tell(event));
+            }
             Event::Durable => {}
             Event::Published(_) | Event::Left(..) => maker.wake(),
         }));

@@ -50,7 +50,7 @@ use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::meta::Meta;
 use crate::vocabulary::reducer::{Content, Hyper, Reducer};
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::{LearnerState, Message, ReaderDoes};
+use crate::wire::{LearnerState, Lineage, Message, ReaderDoes};
 pub use changes::ChangesError;
 pub use part::PartError;
 pub use parts::{PartsError, PartsPeers};
@@ -193,6 +193,16 @@ impl Job {
     /// Sets the listener for events. It replaces the earlier one.
     pub fn subscribe(&self, listener: Listener) {
         *self.shared.listener.lock() = Some(Arc::new(listener));
+    }
+
+    /// The lives of the model, as the job was told when it began.
+    pub fn lineage(&self) -> &Lineage {
+        &self.shared.record.lineage
+    }
+
+    /// The model goes on in another life. All that is asked of this one fails with [`ShardError::RolledBack`].
+    pub fn roll_back(&self) {
+        self.shared.roll_back();
     }
 
     /// Has the listener hear of an event of another job, in whose place this one stands.

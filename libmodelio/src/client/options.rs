@@ -68,6 +68,9 @@ pub struct ClientOptions {
     pub relay: Option<Arc<RelayPort>>,
     /// The address of the relay that versions are pulled by.
     pub via: Option<String>,
+    /// Whoever has the job hears when the model goes on in another life ([`Event::Restored`]), begins a job there, and then
+    /// ends this one ([`Job::roll_back`](super::Job::roll_back)). Otherwise it ends by itself.
+    pub is_followed: bool,
     /// The registry that is asked for the model's place when shards are out of reach. Without it, a client does not
     /// find a model that has moved while no shard was left at the old place.
     pub registry: Option<Arc<dyn Registry>>,
@@ -89,6 +92,7 @@ impl Default for ClientOptions {
             patience: Duration::from_secs(10),
             relay: None,
             via: None,
+            is_followed: false,
             registry: None,
         }
     }
@@ -137,6 +141,8 @@ pub enum Event {
     Readers,
     /// There is a snapshot of a newer version in the job's store.
     Durable,
+    /// Blocks were lost, and the model goes on in another life: see [`ClientOptions::is_followed`]. It may be told again.
+    Restored,
 }
 
 /// A function that is called once for every [`Event`], with no lock held, before waiting requests are answered. It

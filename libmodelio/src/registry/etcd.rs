@@ -4,7 +4,7 @@
 //! | key | value |
 //! |---|---|
 //! | `table` | the format; written with each change of the table, so that its revision is the table's |
-//! | `shards` | all shards: their records, and whether they hold partitions |
+//! | `shards` | all shards: their records, whether they hold partitions, and whether they have announced themselves |
 //! | `alive/NUMBER` | the shard's address; the key lives as long as the shard's lease |
 //! | `refused/ADDRESS` | a shard that is refused, as long as it asks |
 //! | `models/NAME` | what the table knows of a model, and where its record is |
@@ -71,11 +71,16 @@ impl Needs {
         let none = Needs::default();
         match request {
             RegistryRequest::Announce { .. } | RegistryRequest::Refused => Needs { refused: true, ..none },
-            RegistryRequest::Models => Needs { all_models: true, ..none },
+            RegistryRequest::Models | RegistryRequest::Lost { .. } => Needs { all_models: true, ..none },
+            RegistryRequest::Keep { model, .. } => {
+                Needs { all_models: true, record: Some(model.clone()), ..none }
+            }
             RegistryRequest::Model { name } => {
                 Needs { models: named(&mut [name].into_iter()), record: Some(name.clone()), ..none }
             }
-            RegistryRequest::Put { .. } | RegistryRequest::Restore { .. } => {
+            RegistryRequest::Put { .. }
+            | RegistryRequest::Restore { .. }
+            | RegistryRequest::Succeed { .. } => {
                 let record = given.map(|given| given.name().to_owned());
                 Needs { all_models: true, record, deleted: true, ..none }
             }
@@ -150,7 +155,7 @@ impl EtcdRegistry {
             let what = format!("{} is of another release: use the same one everywhere", self.key("table"));
             return Err(RegistryError::Refused(Refusal::other(what)));
         }
-        let shards: Vec<(ShardRecord, bool)> = self.only(next())?.unwrap_or_default();
+        let shards: Vec<(ShardRecord, bool, bool)> = self.only(next())?.unwrap_or_default();
         let mut alive = BTreeMap::new();
         for entry in next() {
             let number = entry.key.rsplit('/').next().and_then(|number| number.parse().ok());
@@ -175,7 +180,10 @@ impl EtcdRegistry {
             kept.models.insert(name, (model, record.into()));
         }
         let living = |record: &ShardRecord| alive.get(&record.address).is_some_and(|at| at.0 == record.shard);
-        let shard = |(record, holds)| KeptShard { living: living(&record), record, holds };
+        let shard = |(record, holds, announced)| {
+            let living = living(&record);
+            KeptShard { living, record, holds, announced }
+        };
         kept.shards = shards.into_iter().map(shard).collect();
         Ok(Table { kept, revision: format.map_or(0, |format| format.revision), alive, refused })
     }
@@ -216,8 +224,8 @@ impl EtcdRegistry {
         deadline: Instant,
     ) -> Result<bool, RegistryError> {
         let mut writes = Vec::new();
-        let lasting = |kept: &Kept| -> Vec<(ShardRecord, bool)> {
-            kept.shards.iter().map(|shard| (shard.record.clone(), shard.holds)).collect()
+        let lasting = |kept: &Kept| -> Vec<(ShardRecord, bool, bool)> {
+            kept.shards.iter().map(|of| (of.record.clone(), of.holds, of.announced)).collect()
         };
         let shards = lasting(after);
         if shards != lasting(&table.kept) {

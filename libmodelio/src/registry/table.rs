@@ -6,6 +6,7 @@
 
 mod deleted;
 mod kept;
+mod lost;
 mod refused;
 mod requests;
 mod restoring;
@@ -65,7 +66,11 @@ impl Given<'_> {
     /// # Errors
     /// If it is none that can be used.
     pub fn of<'a>(request: &RegistryRequest, payload: &'a [u8]) -> Result<Option<Given<'a>>, Refusal> {
-        if !matches!(request, RegistryRequest::Put { .. } | RegistryRequest::Restore { .. }) {
+        let has_record = matches!(
+            request,
+            RegistryRequest::Put { .. } | RegistryRequest::Restore { .. } | RegistryRequest::Succeed { .. }
+        );
+        if !has_record {
             return Ok(None);
         }
         let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
@@ -81,6 +86,8 @@ struct Shard {
     until: Now,
     /// When it last announced itself; `None` if only others have told of it.
     last_announced: Option<Now>,
+    /// It has announced itself, or is known to be gone. Otherwise only others have told of it.
+    announced: bool,
     /// It holds partitions under its number, as it says.
     holds: bool,
     /// The address that its announcement came from; `None` for this process.
@@ -96,6 +103,8 @@ struct RegisteredModel {
     epoch: Epoch,
     ready: bool,
     owners: BTreeSet<ShardId>,
+    /// Set if it is restored when blocks are lost: the shard that has restored it, or 0.
+    restorer: Option<ShardId>,
     /// Bytes of the record.
     len: usize,
     /// The record; empty in a table of which only the rest was read.
@@ -178,7 +187,7 @@ impl RegistryCore {
 
     fn withdraw(&mut self, shard: ShardId, now: Now) {
         if let Some(shard) = self.shards.get_mut(&shard) {
-            shard.until = shard.until.min(now);
+            (shard.until, shard.announced) = (shard.until.min(now), true);
             shard.record.draining = false;
             shard.holds = false;
         }
@@ -196,12 +205,9 @@ impl RegistryCore {
         self.models.get(name).ok_or_else(|| Refusal::NoModel(name.to_owned()))
     }
 
-    fn put(
-        &mut self,
-        replaces: Option<Epoch>,
-        Given { record, bytes: payload }: Given<'_>,
-    ) -> Result<(), Refusal> {
-        let stored = self.models.get(&record.name);
+    fn put(&mut self, replaces: Option<Epoch>, given: Given<'_>) -> Result<(), Refusal> {
+        let (record, payload) = self.of_known_lineage(given)?;
+        let (stored, payload) = (self.models.get(&record.name), &*payload);
         if stored.is_some_and(|stored| *stored.bytes == *payload) {
             return Ok(());
         }
@@ -248,9 +254,10 @@ impl RegistryCore {
                 "records of {record_bytes} bytes, the most that a registry holds is {MAX_RECORD_BYTES}: delete models"
             )));
         }
-        let ModelRecord { name, generation, epoch, ready, .. } = record;
+        let ModelRecord { name, generation, epoch, ready, lineage, .. } = record;
+        let restorer = (!lineage.store.is_empty()).then_some(lineage.by);
         let (len, bytes) = (payload.len(), payload.into());
-        let model = RegisteredModel { generation, epoch, ready, owners, len, bytes, hint: false };
+        let model = RegisteredModel { generation, epoch, ready, owners, restorer, len, bytes, hint: false };
         self.models.insert(name, model);
         Ok(())
     }
@@ -304,15 +311,7 @@ fn follows(stored: &RegisteredModel, epoch: Epoch, record: &ModelRecord) -> Resu
         )));
     }
     let before = ModelRecord::decode(&stored.bytes).map_err(Refusal::other)?;
-    let fixed = |a: &ModelRecord, b: &ModelRecord| {
-        (&a.tensors, &a.metadata, a.block_size) == (&b.tensors, &b.metadata, b.block_size)
-    };
-    if !fixed(&before, record) {
-        return Err(Refusal::other(format_args!(
-            "model {:?} has other tensors: delete it and create it again",
-            record.name
-        )));
-    }
+    is_same_model(&before, record)?;
     let same_map = |a: &ModelRecord, b: &ModelRecord| {
         (&a.owners, a.coordinator, &a.controls) == (&b.owners, b.coordinator, &b.controls)
     };
@@ -323,6 +322,17 @@ fn follows(stored: &RegisteredModel, epoch: Epoch, record: &ModelRecord) -> Resu
         )));
     }
     Ok(())
+}
+
+fn is_same_model(before: &ModelRecord, record: &ModelRecord) -> Result<(), Refusal> {
+    let (a, b) = (before, record);
+    if (&a.tensors, &a.metadata, a.block_size) == (&b.tensors, &b.metadata, b.block_size) {
+        return Ok(());
+    }
+    Err(Refusal::other(format_args!(
+        "model {:?} has other tensors: delete it and create it again",
+        record.name
+    )))
 }
 
 fn check_generation(model: &str, expected: Generation, got: Generation) -> Result<(), Refusal> {

@@ -40,7 +40,11 @@ impl Message {
             | Message::PushChanges { .. } => 1..=MAX_BLOCK_SIZE,
             Message::Load { what: DataKind::Weights, .. } => 1..=MAX_BLOCK_SIZE,
             Message::Create
-            | Message::Registry(RegistryRequest::Put { .. } | RegistryRequest::Restore { .. })
+            | Message::Registry(
+                RegistryRequest::Put { .. }
+                | RegistryRequest::Restore { .. }
+                | RegistryRequest::Succeed { .. },
+            )
             | Message::Registered(RegistryAnswer::Model)
             | Message::Moved
             | Message::Prepare { .. }

@@ -6,12 +6,13 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::MAX_PAYLOAD;
+use super::lineage::Lineage;
 use super::registry::{MAX_METADATA, ModelRecord};
 use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS, MapError};
 use crate::vocabulary::controls::ControlError;
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::dtype::DType;
-use crate::vocabulary::ids::{Generation, ShardId};
+use crate::vocabulary::ids::{Generation, ShardId, Version};
 use crate::vocabulary::layout::{LayoutError, MAX_BLOCKS, ModelLayout, Tensor, tensor_bytes};
 
 /// Longest name of a model, in bytes: it is a file name.
@@ -146,6 +147,7 @@ impl ModelRecord {
             coordinator,
             controls,
             ready: false,
+            lineage: Lineage::new(generation, Version(0)),
         };
         record.check_heads()?;
         record.check_owners()?;

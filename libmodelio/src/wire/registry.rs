@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::bounded::{list, map};
+use super::lineage::Lineage;
 use crate::vocabulary::controls::Controls;
-use crate::vocabulary::ids::{Epoch, Generation, ShardId};
+use crate::vocabulary::ids::{Epoch, Generation, ShardId, Version};
 use crate::vocabulary::layout::MAX_TENSORS;
 
 /// Most entries of a record's metadata.
@@ -39,6 +40,28 @@ pub struct RefusedShard {
     pub why: String,
 }
 
+/// A model whose blocks are lost, and that is to be restored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LostModel {
+    /// Its name.
+    pub model: String,
+    /// The life that it has lost.
+    pub generation: Generation,
+    /// The shards that do not have its blocks any more.
+    pub shards: Vec<ShardId>,
+}
+
+/// The models whose blocks are lost, for a shard.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Losses {
+    /// These models.
+    pub models: Vec<LostModel>,
+    /// The shards without which a model that can be restored has lost blocks, and that are not known to be dead.
+    pub needed: Vec<ShardRecord>,
+    /// The number of living shards before the one that asks.
+    pub rank: u32,
+}
+
 /// A model, its layout and who owns which block.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelRecord {
@@ -64,6 +87,8 @@ pub struct ModelRecord {
     pub controls: Controls,
     /// Its blocks are all at their shards.
     pub ready: bool,
+    /// The lives that it goes on from.
+    pub lineage: Lineage,
 }
 
 /// A part of a model that a shard holds.
@@ -163,6 +188,35 @@ pub enum RegistryRequest {
     },
     /// Asks for the shards that want to be listed and are refused. Answered by `Refused`.
     Refused,
+    /// What a model's coordinator needs to be known if blocks are lost. Answered by `Done`.
+    Keep {
+        /// The model.
+        model: String,
+        /// The life of the model.
+        generation: Generation,
+        /// The epoch of its block map.
+        epoch: Epoch,
+        /// Versions have numbers below this one. A smaller one than is known changes nothing.
+        reserved: Version,
+        /// The store that it is restored from, or nothing.
+        store: String,
+    },
+    /// A model is restored: the record, of a new life, as the payload. The life before counts as deleted. Answered by
+    /// `Done`.
+    Succeed {
+        /// The life before.
+        generation: Generation,
+        /// The epoch of its block map.
+        epoch: Epoch,
+    },
+    /// Asks for the models whose blocks are lost. Answered by `Losses`.
+    Lost {
+        /// The shard that asks.
+        shard: ShardId,
+        /// The models that it has parts of, or is restoring.
+        #[serde(deserialize_with = "list::<MAX_HELD, _, _>")]
+        held: Vec<Generation>,
+    },
 }
 
 /// The answers of the registry.
@@ -187,4 +241,6 @@ pub enum RegistryAnswer {
     },
     /// Shards that were refused, as long as they go on asking.
     Refused(Vec<RefusedShard>),
+    /// To `Lost`.
+    Losses(Losses),
 }

@@ -135,6 +135,7 @@ fn shard_error() -> impl Strategy<Value = ShardError> {
         text().prop_map(ShardError::Busy),
         any::<u64>().prop_map(ShardError::Uncovered),
         any::<u32>().prop_map(ShardError::PartGone),
+        text().prop_map(ShardError::RolledBack),
     ]
 }
 
@@ -457,6 +458,14 @@ fn registry_request() -> impl Strategy<Value = RegistryRequest> {
             .prop_map(|(shard, held, deleted)| RegistryRequest::Holding { shard, held, deleted }),
         vec(shard_record(), 0..4).prop_map(|shards| RegistryRequest::Restore { shards }),
         Just(RegistryRequest::Refused),
+        (held(), id64(Version), text()).prop_map(|(held, reserved, store)| {
+            let HeldPartition { model, generation, epoch } = held;
+            RegistryRequest::Keep { model, generation, epoch, reserved, store }
+        }),
+        (id64(Generation), id64(Epoch))
+            .prop_map(|(generation, epoch)| RegistryRequest::Succeed { generation, epoch }),
+        (shard(), vec(id64(Generation), 0..4))
+            .prop_map(|(shard, held)| RegistryRequest::Lost { shard, held }),
     ]
 }
 
@@ -465,6 +474,14 @@ fn held() -> impl Strategy<Value = HeldPartition> {
         model,
         generation,
         epoch,
+    })
+}
+
+fn lost_model() -> impl Strategy<Value = LostModel> {
+    (text(), id64(Generation), vec(shard(), 0..4)).prop_map(|(model, generation, shards)| LostModel {
+        model,
+        generation,
+        shards,
     })
 }
 
@@ -488,6 +505,8 @@ fn registry_answer() -> impl Strategy<Value = RegistryAnswer> {
             .prop_map(|(draining, fates)| RegistryAnswer::Fates { draining, fates }),
         vec((shard_record(), text()).prop_map(|(record, why)| RefusedShard { record, why }), 0..4)
             .prop_map(RegistryAnswer::Refused),
+        (vec(lost_model(), 0..4), vec(shard_record(), 0..4), any::<u32>())
+            .prop_map(|(models, needed, rank)| RegistryAnswer::Losses(Losses { models, needed, rank })),
     ]
 }
 

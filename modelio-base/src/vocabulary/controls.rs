@@ -413,6 +413,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("snapshot_every", "how often they do: after so many versions, or a time as 30s, 10m or 2h; 0 is never"),
     ("snapshot_keep", "how many of the newest snapshots stay in their store"),
     ("snapshot_keep_every", "of each such time, the first snapshot stays besides, as 1h; 0 is none"),
+    ("on_loss", "what becomes of the job when blocks are lost: restore (from its newest snapshot) or fail"),
     (
         "pull",
         "versions are pulled eager (at once), adaptive (just before they are opened), or on-demand; or auto",
@@ -484,6 +485,7 @@ impl Controls {
             "snapshot_every" => self.snapshots.every.to_string(),
             "snapshot_keep" => self.snapshots.keep.to_string(),
             "snapshot_keep_every" => self.snapshots.keep_every.to_string(),
+            "on_loss" => self.snapshots.on_loss.to_string(),
             "pull" => self.pull.map_or_else(|| AUTO.to_owned(), |policy| policy.to_string()),
             "read_own_step" => self.read_own_step.map_or_else(|| AUTO.to_owned(), |reads| reads.to_string()),
             "nonfinite" => match self.nonfinite {
@@ -560,6 +562,7 @@ impl Controls {
                 Every::Versions(_) => return Err(field.invalid("a time as 30s, 10m or 2h; 0 is none")),
                 every => new.snapshots.keep_every = every,
             },
+            "on_loss" => new.snapshots.on_loss = field.parse("restore or fail")?,
             "delta" => {
                 new.delta = match field.value.to_ascii_lowercase().as_str() {
                     AUTO => true,
@@ -679,6 +682,12 @@ impl Controls {
     /// The one of them that keeps the most state.
     pub fn widest_reducer(&self) -> Reducer {
         widest(self.reducers()).unwrap_or(self.reducer)
+    }
+
+    /// The version of this number has another one from now on, and the schedule goes on as it was.
+    pub fn renumber(&mut self, from: Version, to: Version) {
+        let begun = from.0.saturating_sub(self.schedule_start.0);
+        self.schedule_start = Version(to.0.saturating_sub(begun));
     }
 
     /// After a change: a new schedule begins now, unless its start was set at the same time.
@@ -976,6 +985,7 @@ mod tests {
             ("snapshot_every", "0"),
             ("snapshot_keep", "5"),
             ("snapshot_keep_every", "1h"),
+            ("on_loss", "fail"),
             ("nonfinite", "accept"),
             ("frozen", "*.running_*\nhead"),
             ("tensors", "*.bias weight_decay=0\nhead.* frozen learning_rate_scale=0.1 reducer=sgd"),
@@ -1046,6 +1056,7 @@ mod tests {
             ("snapshot_every", "often"),
             ("snapshot_keep", "0"),
             ("snapshot_keep_every", "5"),
+            ("on_loss", "retry"),
             ("hold_for_readers", "1.5"),
             ("delta", "on"),
             ("consistency", "maybe"),

@@ -66,17 +66,20 @@ pub enum JobPhase {
     Waiting,
     /// A shard has lost its blocks, or nobody coordinates the job any more.
     Failed,
+    /// Blocks were lost, and the job's newest snapshot is loaded.
+    Restoring,
 }
 
 impl JobPhase {
     /// All of them.
-    pub const ALL: [JobPhase; 6] = [
+    pub const ALL: [JobPhase; 7] = [
         JobPhase::Running,
         JobPhase::Forming,
         JobPhase::Reducing,
         JobPhase::Stopped,
         JobPhase::Waiting,
         JobPhase::Failed,
+        JobPhase::Restoring,
     ];
 
     /// The name in status.
@@ -88,6 +91,7 @@ impl JobPhase {
             JobPhase::Stopped => "stopped",
             JobPhase::Waiting => "waiting",
             JobPhase::Failed => "failed",
+            JobPhase::Restoring => "restoring",
         }
     }
 }

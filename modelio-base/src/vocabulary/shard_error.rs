@@ -14,6 +14,9 @@ pub const NOT_COMMITTED: &str = "not committed: ";
 pub const ALL_BUFFERS_HELD: &str =
     "every version buffer is held open (close old handles or raise control/max_versions)";
 
+/// The text of a [`ShardError::RolledBack`].
+pub const ROLLED_BACK: &str = "a shard has lost its blocks, and the model goes on from its newest snapshot; read weights anew, and go on from there";
+
 /// How the reason of a [`ShardError::TimedOut`] begins that names the parts which have not come.
 pub const SET_LACKS: &str = "set ";
 
@@ -115,13 +118,16 @@ pub enum ShardError {
         "part {0} is not on its shards any more: its mount has ended, or they were moved; nothing has changed, so publish all parts again"
     )]
     PartGone(u32),
+    /// Blocks were lost, and the job goes on from a snapshot, without this learner.
+    #[error("the job was restored: {0}")]
+    RolledBack(String),
 }
 
 impl ShardError {
     /// What a program sees that calls by files, or by the C library.
     pub fn errno(&self) -> Errno {
         match self {
-            ShardError::UnknownLearner(_) => Errno::ENOTCONN,
+            ShardError::UnknownLearner(_) | ShardError::RolledBack(_) => Errno::ENOTCONN,
             ShardError::NameTaken(_) | ShardError::ReaderTaken(_) => Errno::EEXIST,
             ShardError::TooManyLearners(_) | ShardError::TooManyReaders(..) => Errno::EDQUOT,
             ShardError::NoReader(_) => Errno::ENOENT,

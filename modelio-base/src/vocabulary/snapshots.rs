@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use strum::{Display, EnumString};
 
 /// The most bytes of an address.
 const MAX_PLACE: usize = 1024;
@@ -63,6 +64,17 @@ impl fmt::Display for Every {
     }
 }
 
+/// What becomes of a job when a shard has lost its blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, EnumString, Display)]
+#[strum(serialize_all = "lowercase")]
+pub enum OnLoss {
+    /// It goes on from its newest snapshot, if it has one.
+    #[default]
+    Restore,
+    /// It has failed.
+    Fail,
+}
+
 /// The snapshots of a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotSettings {
@@ -74,12 +86,23 @@ pub struct SnapshotSettings {
     pub keep: u32,
     /// Of each such time, one is kept besides. [`Every::Versions`] is not meant here.
     pub keep_every: Every,
+    /// What becomes of the job when blocks are lost.
+    #[serde(default)]
+    pub on_loss: OnLoss,
+}
+
+impl SnapshotSettings {
+    /// Whether the job goes on from a snapshot of its store when blocks are lost.
+    pub fn restores(&self) -> bool {
+        !self.to.is_empty() && self.on_loss == OnLoss::Restore
+    }
 }
 
 impl Default for SnapshotSettings {
     fn default() -> SnapshotSettings {
         let every = Every::Time(Duration::from_secs(600));
-        SnapshotSettings { to: String::new(), every, keep: 3, keep_every: Every::Never }
+        let on_loss = OnLoss::default();
+        SnapshotSettings { to: String::new(), every, keep: 3, keep_every: Every::Never, on_loss }
     }
 }
 

@@ -12,12 +12,20 @@ pub(super) struct Health {
     /// The shards that have been out of reach for long.
     #[serde(skip)]
     away: Vec<ShardId>,
+    /// Blocks are lost, and the job goes on from a snapshot, in another life.
+    #[serde(skip)]
+    is_restored: bool,
 }
 
 impl Health {
     /// The job has failed for this reason.
     pub(super) fn fail(&mut self, why: Refusal) {
         self.failed = Some(why);
+    }
+
+    /// Blocks are lost, and the job is restored. Returns whether that is new.
+    pub(super) fn restores(&mut self) -> bool {
+        !std::mem::replace(&mut self.is_restored, true)
     }
 
     /// Why the job has failed, if it has.
@@ -41,6 +49,7 @@ impl Health {
     pub(super) fn phase(&self, of_core: JobPhase) -> JobPhase {
         match (&self.failed, self.away.is_empty()) {
             (Some(_), _) => JobPhase::Failed,
+            _ if self.is_restored => JobPhase::Restoring,
             (None, false) => JobPhase::Waiting,
             (None, true) => of_core,
         }

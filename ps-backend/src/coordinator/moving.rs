@@ -1,6 +1,7 @@
 //! The coordinator while its model's blocks move. It holds the job between two versions, and its state goes to
 //! another shard.
 
+use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::shape::Shape;
@@ -97,6 +98,21 @@ impl CoordinatorCore {
     pub fn restored(mut self, record: JobRecord) -> Result<CoordinatorCore, TakeOverError> {
         self.core.restore(record).map_err(|error| TakeOverError(error.to_string()))?;
         Ok(self)
+    }
+
+    /// The job was restored after blocks were lost: after this time it goes on without learners that do not come back.
+    #[must_use]
+    pub fn after_loss(mut self, patience: Now) -> CoordinatorCore {
+        self.core.goes_on_at(patience);
+        self.core.set_durable(self.core.version());
+        self
+    }
+
+    /// Versions have numbers below this one: see [`crate::core::JobCore::set_reserved`].
+    pub fn set_reserved(&mut self, numbers: Option<Version>, now: Now, actions: &mut Vec<Action>) {
+        let mut wanted = Vec::new();
+        self.core.set_reserved(numbers, now, &mut wanted);
+        self.perform(wanted, now, actions);
     }
 
     /// Begins waiting work after [`Self::taken_over`].

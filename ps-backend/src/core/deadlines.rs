@@ -12,6 +12,8 @@ use super::{Action, Committed, JobCore, Member, Now, PayloadPlace, PendingKind, 
 
 const HELD_BY_READERS: &str = "readers have not applied the newest versions (control/hold_for_readers)";
 
+const NO_NUMBER: &str = "the registry, which reserves numbers of versions, is out of reach";
+
 impl JobCore {
     /// The latest moment for the next [`Self::tick`], by requests, accumulations and the grace window. Leases need
     /// additional checks now and then.
@@ -38,6 +40,7 @@ impl JobCore {
         if self.give_up_readers(now) {
             self.advance(now, actions);
         }
+        self.form_without_lost(now, actions);
         if self.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.expire_requests(now, actions);
             self.advance(now, actions);
@@ -90,6 +93,7 @@ impl JobCore {
                 alive.push(contribution.learner);
             }
             let what = match pending.kind {
+                _ if self.lacks_number() => NO_NUMBER,
                 PendingKind::Assign { .. } if held => HELD_BY_READERS,
                 PendingKind::Assign { .. } => "a contribution is still being written",
                 _ if !self.formation.is_formed() => "the job still waits for its learners (control/learners)",

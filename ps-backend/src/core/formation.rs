@@ -2,17 +2,31 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::Now;
+
 /// A job is formed once the expected number of learners has been reached. It stays so until all have left.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Formation {
     is_formed: bool,
     /// All learners have left in the middle of a step. Learners are counted again after it.
     counts_anew: bool,
+    /// The job was restored: from then on, those that have come back are enough.
+    goes_on_at: Option<Now>,
 }
 
 impl Formation {
     pub(super) fn is_formed(&self) -> bool {
         self.is_formed
+    }
+
+    /// The job was restored. Learners that are lost are waited for until then.
+    pub(super) fn goes_on_at(&mut self, at: Now) {
+        self.goes_on_at = Some(at);
+    }
+
+    /// Whether those that have come back since the job was restored are enough. Only true once.
+    pub(super) fn goes_on(&mut self, now: Now) -> bool {
+        self.goes_on_at.take_if(|at| *at <= now).is_some() && !self.is_formed
     }
 
     /// The learners are there, if `has_enough`. Returns whether the job has just been formed.

@@ -63,6 +63,20 @@ impl JobCore {
         }
     }
 
+    /// The job was restored after blocks were lost: it waits for its learners no longer than until `at`.
+    pub fn goes_on_at(&mut self, at: Now) {
+        self.formation.goes_on_at(at);
+    }
+
+    /// Those learners that have come back go on.
+    pub(super) fn form_without_lost(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let least = self.controls.min_learners.max(1) as usize;
+        if self.members.len() >= least && self.formation.goes_on(now) && self.formation.form(true) {
+            self.grace.begins(now);
+            self.advance(now, actions);
+        }
+    }
+
     /// A learner leaves. Its committed contribution stays; its open one is dropped.
     ///
     /// # Errors

@@ -19,19 +19,22 @@ pub(super) struct Newest {
     pub(super) meta: Meta,
     /// The newest version of which there is a snapshot in the job's store.
     pub(super) durable: Option<Version>,
+    /// Versions have numbers below this one.
+    pub(super) reserved: Option<Version>,
 }
 
 impl Newest {
     /// It was made of so many contributions.
     pub(super) fn reduced(&mut self, contributions: usize, norm: Option<Norm>, rate: Option<f32>) {
         let all_contributions = self.all_contributions + contributions as u64;
-        let (contributions, durable) = (contributions as u32, self.durable);
-        *self = Newest { all_contributions, contributions, norm, rate, meta: Meta::default(), durable };
+        let (contributions, durable, reserved) = (contributions as u32, self.durable, self.reserved);
+        let meta = Meta::default();
+        *self = Newest { all_contributions, contributions, norm, rate, meta, durable, reserved };
     }
 
     /// It has new weights, of which their publisher says this.
     pub(super) fn assigned(&mut self, meta: Meta) {
-        let Newest { all_contributions, durable, .. } = *self;
-        *self = Newest { all_contributions, durable, meta, ..Newest::default() };
+        let Newest { all_contributions, durable, reserved, .. } = *self;
+        *self = Newest { all_contributions, durable, reserved, meta, ..Newest::default() };
     }
 }

@@ -169,7 +169,7 @@ impl JobCore {
 
     /// Whether the next version has a buffer, and waits for no reader.
     pub(super) fn has_room(&self) -> bool {
-        self.making.has_buffer() && !self.is_held_by_readers()
+        self.making.has_buffer() && !self.is_held_by_readers() && !self.lacks_number()
     }
 
     /// Whether the next version has to wait for readers.

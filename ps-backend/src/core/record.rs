@@ -14,7 +14,7 @@ use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use serde::{Deserialize, Serialize};
 
 use super::incarnations::check_name;
-use super::{JobCore, MAX_LEARNERS, Member};
+use super::{Action, JobCore, MAX_LEARNERS, Member, Now};
 
 /// The facts about a version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,6 +61,12 @@ impl JobCore {
     /// There is a snapshot of this version in the job's store.
     pub fn set_durable(&mut self, version: Version) {
         self.newest.durable = Some(version);
+    }
+
+    /// Versions have numbers below this one: no more begins without.
+    pub fn set_reserved(&mut self, numbers: Option<Version>, now: Now, actions: &mut Vec<Action>) {
+        self.newest.reserved = numbers;
+        self.advance(now, actions);
     }
 
     /// The record of the newest version.

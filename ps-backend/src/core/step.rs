@@ -133,7 +133,10 @@ impl JobCore {
                 }
                 // The first version may have come before a publication that was allowed when it was requested.
                 PendingKind::Assign { buffer }
-                    if !self.provisional.is_under_way() && !self.is_held() && !self.is_held_by_readers() =>
+                    if !self.provisional.is_under_way()
+                        && !self.is_held()
+                        && !self.is_held_by_readers()
+                        && !self.lacks_number() =>
                 {
                     match self.may_assign() {
                         Ok(()) => {

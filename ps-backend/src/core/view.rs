@@ -187,6 +187,11 @@ impl JobCore {
         self.making.holds() && !self.is_under_way()
     }
 
+    /// Whether the next version has no number: more have to be reserved.
+    pub(super) fn lacks_number(&self) -> bool {
+        self.newest.reserved.is_some_and(|reserved| self.version.next() >= reserved)
+    }
+
     pub(super) fn is_stopped(&self) -> bool {
         self.formation.is_formed() && (self.members.len() as u32) < self.controls.min_learners
     }

@@ -18,7 +18,7 @@ use libmodelio::wire::{Fate, HeldPartition, MAX_HELD, ModelRecord, Moved, Refusa
 use super::coordinator::Coordinator;
 use super::shared::{HostedModel, Shared};
 use super::standing::life;
-use super::{models, moving};
+use super::{keeping, models, moving};
 
 /// The registry forgets a shard after this silence.
 const LEASE: Duration = Duration::from_secs(10);
@@ -109,7 +109,7 @@ fn reconcile(shared: &Shared) -> Result<(), RegistryError> {
     }
     let is_here = |generation| here.iter().any(|here| here.held.generation == generation);
     shared.standing.lock().retain(is_here);
-    Ok(())
+    keeping::keep_all(shared)
 }
 
 /// The partitions of this shard, and those that it is about to have.

@@ -308,6 +308,8 @@ impl Peer {
             Message::Registry(
                 asked @ (RegistryRequest::Put { .. }
                 | RegistryRequest::Restore { .. }
+                | RegistryRequest::Succeed { .. }
+                | RegistryRequest::Keep { .. }
                 | RegistryRequest::Model { .. }),
             ) if shared.directory.table().is_some() => {
                 let (of_asked, from) = (Arc::clone(&shared), self.origin);

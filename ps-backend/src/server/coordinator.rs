@@ -179,7 +179,11 @@ impl Coordinator {
         };
         let core = match job {
             Begins::Anew => new()?,
-            Begins::AtRecord(record) => new()?.restored(record).map_err(|error| error.to_string())?,
+            Begins::AtRecord(begins) => {
+                let core = new()?.restored(begins).map_err(|error| error.to_string())?;
+                let lease = record.controls.lease;
+                if record.lineage.restored > 0 { core.after_loss(lease) } else { core }
+            }
             Begins::HandedOver(bytes, now) => {
                 let core = CoordinatorCore::taken_over(bytes, &layout, ways.len(), now);
                 core.map_err(|error| error.to_string())?

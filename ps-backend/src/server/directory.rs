@@ -79,6 +79,14 @@ impl Directory {
         }
     }
 
+    /// Has the registry, for calls that have deadlines of their own.
+    pub(super) fn with<T>(&self, uses: impl FnOnce(&dyn Registry) -> T) -> T {
+        match self {
+            Directory::Here(table) => uses(&Local(table)),
+            Directory::Elsewhere { registry, .. } => uses(&**registry),
+        }
+    }
+
     /// Answers somebody who asks the registry from an address.
     pub(super) fn answer(
         &self,

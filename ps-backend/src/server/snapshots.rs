@@ -13,10 +13,10 @@ use libmodelio::vocabulary::snapshots::{PLACE, is_place};
 use libmodelio::wire::{Message, Refusal};
 
 use super::capturing::{self, Taken, ask_each};
-use super::models;
 use super::peer_shard::AnswersHere;
 use super::saves::{Save, Subject};
 use super::shared::Shared;
+use super::{keeping, models};
 use crate::snapshot::{
     Copied, Head, Keep, Places, SavedSnapshot, Shelf, SnapshotError, now as now_in_seconds, write_part,
 };
@@ -65,6 +65,7 @@ pub(super) fn take(
                 schedule.is_to(&own);
                 schedule.saved(saved, begun, now);
             });
+            keeping::keep_durable(&this, &model);
             coordinator.is_durable(version);
         }
         Ok(())

@@ -257,6 +257,13 @@ impl ClientCore {
         actions.push(Action::State);
     }
 
+    /// The job is restored, in another life. Returns whether that is new.
+    pub fn is_restoring(&mut self, actions: &mut Vec<Action>) -> bool {
+        let before = std::mem::replace(&mut self.state.phase, JobPhase::Restoring);
+        actions.push(Action::State);
+        before != JobPhase::Restoring
+    }
+
     /// The job has a coordinator.
     pub(super) fn found(&mut self) {
         if let Some(before) = self.coordination.find() {

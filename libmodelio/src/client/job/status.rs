@@ -133,7 +133,7 @@ impl Job {
         };
         JobStatus {
             state: match state.phase {
-                JobPhase::Failed => JobPhase::Failed,
+                ends @ (JobPhase::Failed | JobPhase::Restoring) => ends,
                 _ if is_away => JobPhase::Waiting,
                 phase => phase,
             },

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::client::core::{Action, ClientCore, Now};
+use crate::client::options::Event;
 use crate::client::peers::inquiry::{IN_QUESTION, Inquiry, Unconfirmed};
 use crate::client::peers::routes::{Route, Routes, ShardRoute, overtaken};
 use crate::client::shared::Shared;
@@ -12,7 +13,7 @@ use crate::registry::{Registry, RegistryError};
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::ShardId;
-use crate::vocabulary::shard_error::ShardError;
+use crate::vocabulary::shard_error::{ROLLED_BACK, ShardError};
 use crate::wire::{ModelRecord, Moved, Refusal, ShardRecord};
 
 /// A shard that is out of reach for so long may have been stopped after its blocks moved. The registry is then asked,
@@ -20,6 +21,8 @@ use crate::wire::{ModelRecord, Moved, Refusal, ShardRecord};
 const GONE: Duration = Duration::from_secs(2);
 /// The longest pause between two questions.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
+/// The pause before the registry is asked again whether a model is restored.
+const RESTORING: Duration = Duration::from_millis(250);
 /// The longest wait for an answer of the registry's.
 const ANSWER: Duration = Duration::from_secs(5);
 
@@ -260,6 +263,12 @@ impl Shared {
             let unconfirmed = inner.peers.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.moved.clone());
             (inner.peers.inquiry.report.take(), unconfirmed, Arc::clone(&inner.peers.routes))
         };
+        if let Ok((record, _)) = &found
+            && record.lineage.follows(&self.record.lineage)
+        {
+            self.is_restored(record);
+            return;
+        }
         let outcome = match found {
             Ok((record, mut shards)) => {
                 // A shard whose lease is over is not listed. If it lives, it is where it was.
@@ -296,6 +305,44 @@ impl Shared {
         }
         self.fail_if_lost();
         self.asked();
+    }
+
+    /// Blocks were lost, and the model goes on from a snapshot in another life, or is about to. This job ends then, unless
+    /// whoever has it begins another one first.
+    fn is_restored(&self, record: &ModelRecord) {
+        let tell = {
+            let mut inner = self.inner.lock();
+            let inquiry = &mut inner.peers.inquiry;
+            *inquiry = Inquiry { next: Some(Instant::now() + RESTORING), ..Inquiry::default() };
+            let mut actions = Vec::new();
+            if inner.core.is_restoring(&mut actions) {
+                tracing::warn!(model = %self.model, "blocks are lost: the model is restored from its newest snapshot");
+            }
+            self.act(inner, actions);
+            record.ready
+        };
+        match (tell, self.options.is_followed) {
+            (true, true) => self.tell(Event::Restored),
+            (true, false) => self.roll_back(),
+            (false, _) => {}
+        }
+    }
+
+    /// The model goes on in another life. All requests to this one fail, once.
+    pub(in crate::client) fn roll_back(&self) {
+        let inner = self.inner.lock();
+        if inner.core.is_abandoned() {
+            return;
+        }
+        let mut inner = inner;
+        let mut actions = Vec::new();
+        inner.core.fail(ShardError::RolledBack(ROLLED_BACK.to_owned()), self.now(), &mut actions);
+        self.act(inner, actions);
+    }
+
+    fn tell(&self, event: Event) {
+        let listener = self.listener.lock().clone();
+        listener.inspect(|listener| listener(event));
     }
 
     /// The name now belongs to another model. If this one has no coordinator, it is gone.

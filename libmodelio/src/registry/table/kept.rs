@@ -18,6 +18,8 @@ pub struct KeptShard {
     pub holds: bool,
     /// Its lease is not over.
     pub living: bool,
+    /// It has announced itself, or is known to be gone.
+    pub announced: bool,
 }
 
 /// What the table knows of a model besides its record.
@@ -31,6 +33,8 @@ pub struct KeptModel {
     pub ready: bool,
     /// The shards with blocks of it.
     pub owners: BTreeSet<ShardId>,
+    /// Set if it is restored when blocks are lost: the shard that has restored it, or 0.
+    pub restorer: Option<ShardId>,
     /// Bytes of the record.
     pub len: usize,
 }
@@ -53,16 +57,17 @@ impl RegistryCore {
     /// themselves know better: they take numbers and names that the table has given away.
     pub fn of(kept: &Kept, now: Now, lease: Duration, hint: bool) -> RegistryCore {
         let mut core = RegistryCore::new();
-        for KeptShard { record, holds, living } in &kept.shards {
+        for KeptShard { record, holds, living, announced } in &kept.shards {
             let until = if *living { now + lease } else { now };
-            let (record, holds) = (record.clone(), *holds);
-            let shard = Shard { record, until, last_announced: None, holds, from: None, hint };
+            // What a file knows may be long ago.
+            let (record, holds, announced) = (record.clone(), *holds, *announced && !hint);
+            let shard = Shard { record, until, last_announced: None, announced, holds, from: None, hint };
             core.shards.insert(shard.record.shard, shard);
         }
         for (name, (model, bytes)) in &kept.models {
-            let KeptModel { generation, epoch, ready, owners, len } = model.clone();
+            let KeptModel { generation, epoch, ready, owners, restorer, len } = model.clone();
             let bytes = Arc::clone(bytes);
-            let model = RegisteredModel { generation, epoch, ready, owners, len, bytes, hint };
+            let model = RegisteredModel { generation, epoch, ready, owners, restorer, len, bytes, hint };
             core.models.insert(name.clone(), model);
         }
         kept.deleted.iter().for_each(|(name, generation)| core.deleted.add(name, *generation));
@@ -76,10 +81,12 @@ impl RegistryCore {
             record: shard.record.clone(),
             holds: shard.holds,
             living: shard.until > now,
+            announced: shard.announced,
         };
         let model = |(name, model): (&String, &RegisteredModel)| {
-            let RegisteredModel { generation, epoch, ready, ref owners, len, ref bytes, .. } = *model;
-            let kept = KeptModel { generation, epoch, ready, owners: owners.clone(), len };
+            let RegisteredModel { generation, epoch, ready, ref owners, restorer, len, ref bytes, .. } =
+                *model;
+            let kept = KeptModel { generation, epoch, ready, owners: owners.clone(), restorer, len };
             (name.clone(), (kept, Arc::clone(bytes)))
         };
         Kept {

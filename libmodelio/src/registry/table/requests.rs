@@ -71,6 +71,15 @@ impl RegistryCore {
                 Ok(RegistryAnswer::Fates { draining, fates })
             }
             RegistryRequest::Restore { shards } => self.restore(shards, given()?, now).map(done),
+            RegistryRequest::Keep { model, generation, epoch, reserved, store } => {
+                self.keep(model, (*generation, *epoch), *reserved, store).map(done)
+            }
+            RegistryRequest::Succeed { generation, epoch } => {
+                self.succeed((*generation, *epoch), given()?).map(done)
+            }
+            RegistryRequest::Lost { shard, held } => {
+                Ok(RegistryAnswer::Losses(self.losses(*shard, held, now)))
+            }
         };
         message.map(|message| Answer { message, payload: None })
     }
@@ -104,7 +113,15 @@ impl RegistryCore {
         let record = ShardRecord { shard: number, draining, ..record.clone() };
         self.shards.insert(
             number,
-            Shard { record, until: now + lease, last_announced: Some(now), holds: bound, from, hint: false },
+            Shard {
+                record,
+                until: now + lease,
+                last_announced: Some(now),
+                announced: true,
+                holds: bound,
+                from,
+                hint: false,
+            },
         );
         Ok(number)
     }

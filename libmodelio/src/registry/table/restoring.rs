@@ -63,9 +63,11 @@ impl RegistryCore {
     pub(super) fn restore(
         &mut self,
         shards: &[ShardRecord],
-        Given { record, bytes: payload }: Given<'_>,
+        given: Given<'_>,
         now: Now,
     ) -> Result<(), Refusal> {
+        let (record, payload) = self.of_known_lineage(given)?;
+        let payload = &*payload;
         let is_news = match self.models.get(&record.name) {
             Some(stored) if *stored.bytes == *payload => false,
             Some(stored) if stored.generation != record.generation && !stored.hint => {
@@ -92,13 +94,22 @@ impl RegistryCore {
             // The shard is listed once it announces itself. An announcement that it has already made counts.
             let known = self.at(&claim.address).and_then(|known| self.shards.remove(&known));
             let until = known.as_ref().map_or(now, |known| known.until);
+            let announced = known.as_ref().is_some_and(|known| known.announced);
             claim.draining = known.is_some_and(|known| known.record.draining);
             if !self.shards.contains_key(&claim.shard) {
                 self.make_room(now)?;
             }
             self.shards.insert(
                 claim.shard,
-                Shard { record: claim, until, last_announced: None, holds: false, from: None, hint: false },
+                Shard {
+                    record: claim,
+                    until,
+                    last_announced: None,
+                    announced,
+                    holds: false,
+                    from: None,
+                    hint: false,
+                },
             );
         }
         Ok(())

@@ -4,6 +4,7 @@
 mod anew;
 mod calls;
 mod in_etcd;
+mod lost;
 pub(in crate::registry) mod tested;
 
 use crate::vocabulary::block_map::BlockMap;

@@ -160,6 +160,14 @@ impl CoordinatorCore {
         actions: &mut Vec<Action>,
     ) {
         let whose = self.shape.shard(partition);
+        // Whoever restores the job ends this life of it. Requests wait for that until their deadlines.
+        if self.core.controls().snapshots.restores() && self.core.durable().is_some() {
+            if self.health.restores() {
+                tracing::warn!("{whose} does not have this job's blocks any more: {refusal}");
+                self.send_state_to_all(now, actions);
+            }
+            return;
+        }
         let why = Refusal::Shard(ShardError::Lost(format!(
             "{whose} does not have this job's blocks any more: {refusal}"
         )));

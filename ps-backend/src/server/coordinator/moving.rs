@@ -55,6 +55,18 @@ impl Coordinator {
         (job.version(), job.controls().snapshots.clone())
     }
 
+    /// The newest version, the settings of snapshots, and the version of the newest of these.
+    pub(in crate::server) fn survival(&self) -> (Version, SnapshotSettings, Option<Version>) {
+        let state = self.state.lock();
+        let job = state.core.job();
+        (job.version(), job.controls().snapshots.clone(), job.durable())
+    }
+
+    /// Versions have numbers below this one.
+    pub(in crate::server) fn set_reserved(&self, numbers: Option<Version>) {
+        self.with_core(|state, now, actions| state.core.set_reserved(numbers, now, actions));
+    }
+
     /// A snapshot of this version is in its store.
     pub(in crate::server) fn is_durable(&self, version: Version) {
         self.with_core(|state, now, actions| state.core.is_durable(version, now, actions));

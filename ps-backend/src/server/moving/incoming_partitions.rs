@@ -221,6 +221,7 @@ mod tests {
             coordinator: ShardId(1),
             controls: Controls::default(),
             ready: true,
+            lineage: Default::default(),
         };
         let cpu: Arc<dyn Executor> = Pool::start(1, None).unwrap();
         let options = PartitionOptions::default();

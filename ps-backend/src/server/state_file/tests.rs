@@ -8,12 +8,12 @@ use super::*;
 fn shard(number: u16, living: bool) -> KeptShard {
     let (address, host, rdma) = (format!("h:{number}"), String::new(), String::new());
     let record = ShardRecord { shard: ShardId(number), address, host, draining: false, rdma };
-    KeptShard { record, holds: true, living }
+    KeptShard { record, holds: true, living, announced: true }
 }
 
 fn model(record: &[u8]) -> (KeptModel, Arc<[u8]>) {
     let (generation, epoch, owners) = (Generation(7), Epoch(1), [ShardId(1)].into());
-    (KeptModel { generation, epoch, ready: true, owners, len: record.len() }, record.into())
+    (KeptModel { generation, epoch, ready: true, owners, restorer: None, len: record.len() }, record.into())
 }
 
 fn same(a: &Kept, b: &Kept) -> bool {

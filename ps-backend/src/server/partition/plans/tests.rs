@@ -95,6 +95,7 @@ impl Bench {
             coordinator: ShardId(1),
             controls: Controls::default().with_all([("reducer", reducer)]).unwrap(),
             ready: true,
+            lineage: Default::default(),
         };
         let executor = Arc::new(Holds { batches: Mutex::default(), cpu: Pool::start(1, None).unwrap() });
         let of_partition: Arc<dyn Executor> = Arc::clone(&executor) as _;

@@ -52,6 +52,7 @@ fn begun() -> Arc<Partition> {
         coordinator: ShardId(1),
         controls: Controls::default().with_all([("reducer", "sum"), ("learners", "2")]).unwrap(),
         ready: true,
+        lineage: Default::default(),
     };
     let cpu = Pool::start(1, None).unwrap();
     let partition = Partition::new(&record, ShardId(1), &cpu, PartitionOptions::default()).unwrap();

@@ -1,0 +1,106 @@
+//! Restoring a model whose blocks are lost: its newest snapshot becomes the first version of a new life, on the shards
+//! that there are.
+
+use std::path::Path;
+use std::time::Instant;
+
+use libmodelio::registry::Registry;
+use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::ids::{Generation, ShardId, Version};
+use libmodelio::wire::ModelRecord;
+
+use super::placing::choose;
+use super::{CreateError, NewModel, PROMPT, ask, forget, make, new_generation, put_ready};
+use crate::memory::MemoryUse;
+use crate::snapshot::{Shelf, SnapshotError, Stored};
+use crate::state_copies::StateCopies;
+
+/// What came of a restoration.
+#[derive(Debug)]
+pub struct Restored {
+    /// The record of the new life.
+    pub record: ModelRecord,
+    /// The version of the snapshot.
+    pub snapshot: Version,
+    /// The number that it has in the new life.
+    pub version: Version,
+    /// Snapshots that were newer, and damaged.
+    pub damaged: Vec<String>,
+}
+
+/// Restores the life of a model whose record is `lost`, for shard `by`. A snapshot that is damaged is passed over, for the
+/// one before. `begins` is told of each new life before the registry is.
+///
+/// # Errors
+/// [`CreateError`]. If somebody else was first, it is the registry's word.
+pub fn restore(
+    registry: &dyn Registry,
+    mut lost: ModelRecord,
+    by: ShardId,
+    begins: &dyn Fn(Generation),
+) -> Result<Restored, CreateError> {
+    let mut damaged = Vec::new();
+    let store = lost.lineage.store.clone();
+    let names = Shelf::open(&store).and_then(|shelf| shelf.names()).map_err(SnapshotError::from)?;
+    for version in names.iter().rev().filter_map(|name| Shelf::version_of(name)) {
+        match restore_from(registry, &mut lost, (&store, version), by, begins) {
+            Err(CreateError::Source(error)) if error.is_damage() => {
+                damaged.push(format!("version {version}: {error}"));
+            }
+            outcome => {
+                let (record, begins_at) = outcome?;
+                return Ok(Restored { record, snapshot: version, version: begins_at, damaged });
+            }
+        }
+    }
+    let why = match damaged.is_empty() {
+        true => format!("{store} has no snapshot"),
+        false => format!("{store} has no snapshot that can be read: {}", damaged.join("; ")),
+    };
+    Err(SnapshotError::Nothing(why).into())
+}
+
+/// Restores one snapshot. After a failure `lost` is the life that it is to go on from.
+fn restore_from(
+    registry: &dyn Registry,
+    lost: &mut ModelRecord,
+    (store, version): (&str, Version),
+    by: ShardId,
+    begins: &dyn Fn(Generation),
+) -> Result<(ModelRecord, Version), CreateError> {
+    let name = lost.name.clone();
+    let stored = Stored::open(Path::new(&format!("{store}#{version}")), Some(lost.block_size))?;
+    let (head, layout) = (stored.head(), stored.layout());
+    let (mut controls, mut job) = (head.controls()?, head.record.clone());
+    let (lineage, begins_at) = lost.lineage.restored(by, job.version);
+    controls.renumber(job.version, begins_at);
+    job.version = begins_at;
+    let all = registry.shards(Instant::now() + PROMPT)?;
+    // The memory of the life before is free again, once its shards have heard of this.
+    let (draining, there): (Vec<_>, Vec<_>) = all.iter().cloned().partition(|shard| shard.draining);
+    if there.is_empty() {
+        let draining = draining.iter().map(|shard| format!("{} at {}", shard.shard, shard.address)).collect();
+        return Err(CreateError::TooFewShards { wanted: 1, there: 0, draining });
+    }
+    let generation = new_generation().map_err(|error| CreateError::Random(error.to_string()))?;
+    begins(generation);
+    let needed = MemoryUse::of_partition(layout, &controls, Some(StateCopies::default()));
+    let there = choose(ask(there), None, layout.blocks() as usize, needed.total());
+    let ids: Vec<ShardId> = there.iter().map(|shard| shard.shard).collect();
+    let map = BlockMap::striped(layout.blocks(), &ids)?;
+    let metadata = lost.metadata.clone();
+    let mut record =
+        ModelRecord::new(&name, generation, layout, metadata.clone(), &map, ids[0], controls.clone())?;
+    record.lineage = lineage;
+    registry.succeed(&record, (lost.generation, lost.epoch), Instant::now() + PROMPT)?;
+    let before = std::mem::replace(lost, record.clone());
+    // From here on the life before adds no snapshot.
+    Shelf::open(store).map_err(SnapshotError::from)?.claim(&name, generation, true)?;
+    forget(&before, &all);
+    let new =
+        NewModel { name: &name, layout, metadata, controls: &controls, shards: None, record: Some(&job) };
+    make(&new, &map, &record, &there, &|piece, bytes| stored.piece(piece, bytes), &|_| ())?;
+    record.ready = true;
+    put_ready(registry, &record, &there)?;
+    Ok((record, job.version))
+}
