@@ -1,6 +1,8 @@
 """Snapshots in stores: the shards of a job write them, and jobs go on from them, as docs/use/snapshots.md promises it."""
 
+import errno
 import json
+import os
 import re
 import select
 import signal
@@ -187,6 +189,37 @@ def test_a_job_takes_snapshots_as_its_settings_say(cluster, gradfs, model, tmp_p
     for name, wrong in (("snapshot_to", "store"), ("snapshot_every", "often"), ("snapshot_keep", 0)):
         with pytest.raises(OSError, match="Invalid argument"):
             job.mount.control(name, wrong)
+
+
+def test_fsync_of_version_waits_until_it_is_durable(cluster, start_mount, model, tmp_path):
+    def synced(mount, name="version"):
+        with open(mount.model / name) as file:
+            os.fsync(file.fileno())
+        return (mount.model / "durable_version").read_text().strip()
+
+    settings = {**SETTINGS, "snapshot_every": 0}
+    job = Job(cluster, 2, model=model, snapshot_to=tmp_path / "store", **settings)
+    mounts = {"shards": job.mount}
+    mounts["up"] = start_mount(model=model, name="m", snapshot_to=tmp_path / "alone", **settings)
+    join(mounts["up"])
+    for mount in mounts.values():
+        assert (mount.model / "durable_version").read_text() == ""
+        for step in range(2):
+            train(mount, [step])
+            version = mount.version()
+            eventually(lambda: synced(mount, ["version", "durable_version"][step]) == str(version))
+    mount = job.mount
+    mount.control("snapshot_to", "")
+    train(mount, [2])
+    with pytest.raises(OSError) as caught:
+        synced(mount)
+    assert caught.value.errno == errno.EINVAL and "snapshot_to" in (mount.model / "error").read_text()
+    mount.control("snapshot_to", "/proc/none")
+    with pytest.raises(OSError) as caught:
+        synced(mount)
+    assert caught.value.errno == errno.EIO and "/proc/none" in (mount.model / "error").read_text()
+    # The shards need no last snapshot.
+    mount.control("snapshot_to", "")
 
 
 def test_durable_version_says_which_version_has_a_snapshot(cluster, model, tmp_path):

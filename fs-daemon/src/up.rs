@@ -119,7 +119,7 @@ fn saver(model: &Model, takes_over: Option<String>) -> Option<(String, Arc<Saver
     let Snapshots::Here(shard) = &model.snapshots else { return None };
     let (name, metadata) = (model.name.clone(), model.metadata.clone());
     let saver = Saver::new(shard, (&name, &model.layout), metadata, takes_over);
-    Some((name, Arc::new(saver)))
+    Some((name, saver))
 }
 
 /// Takes the last snapshot of a model.

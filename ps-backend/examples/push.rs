@@ -52,6 +52,7 @@ impl Bench {
             rdma_options: libmodelio::transport::rdma::RdmaOptions::default(),
             device: None,
             device_memory: None,
+            snapshot_rate: None,
         };
         let server = Server::start(options).expect("a shard");
         let registry = RemoteRegistry::new(server.address().to_string());

@@ -94,7 +94,7 @@ pub use snapshots::last::LastSnapshot;
 use directory::Directory;
 use fast_paths::FastPaths;
 use identity::{Ending, Identity};
-use shared::{Limits, Shared};
+use shared::{Limits, Shared, Snapshots};
 use shm_clients::Listening;
 
 /// A shard, a registry, or both. Dropping it ends it.
@@ -132,7 +132,7 @@ impl Server {
             models: Mutex::default(),
             creations: Mutex::default(),
             incoming: Default::default(),
-            snapshots: Default::default(),
+            snapshots: Snapshots::at(options.snapshot_rate),
             gone: Default::default(),
             standing: Mutex::default(),
             directory,

@@ -17,10 +17,12 @@
 //! | `checked` | files with a checksum for each block |
 //! | `writer`, `reader` | a directory as a sink, and as a source |
 //! | `packed` | a snapshot in a store of objects, which several processes write |
+//! | `asked` | asking the shards of a model for one in a store |
 //! | `stored` | a snapshot at a place that a user names: a directory, or a store |
 //! | `schedule` | when the next snapshot of a job is taken |
 //! | `load` | the memory of a partition as a sink |
 
+mod asked;
 mod checked;
 mod copied;
 mod directory;
@@ -52,12 +54,15 @@ use crate::partition::store::PartitionError;
 use crate::partition::store::kept_range;
 use crate::stores::StoreError;
 
+pub use asked::AskedSnapshot;
 pub use copied::Copied;
 pub use files::MANIFEST;
 pub use head::{Head, settings};
 pub use load::Load;
 pub(crate) use packed::now;
-pub use packed::{Description, Keep, Pack, PackedReader, Part, PieceHash, Place, Places, Shelf, write_part};
+pub use packed::{
+    Description, Keep, Pace, Pack, PackedReader, Part, PieceHash, Place, Places, Shelf, write_part,
+};
 pub use reader::Reader;
 pub use schedule::{SavedSnapshot, SnapshotSchedule};
 pub use shards::{Fetched, Shards};

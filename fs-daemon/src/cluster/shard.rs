@@ -55,6 +55,7 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
         rdma_port: config.rdma_port,
         rdma_options: config.rdma_options,
         device_memory: None,
+        snapshot_rate: config.snapshot_rate,
     };
     serve(options, config.metrics.as_ref(), (ready, config.stop_timeout), |server| {
         let registry = match &config.registry {
@@ -85,6 +86,7 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
         rdma_port: None,
         rdma_options: RdmaOptions::default(),
         device_memory: None,
+        snapshot_rate: None,
     };
     serve(options, None, (ready, Duration::ZERO), |server| {
         let passes_on = config.registry.as_ref().map(|at| format!(", and passes all on to {at}"));

@@ -5,86 +5,48 @@ use std::path::Path;
 use std::time::Instant;
 
 use libmodelio::admin::AdminError;
-use libmodelio::vocabulary::ids::Version;
-use libmodelio::wire::{Message, ModelRecord, Refusal};
-use ps_backend::snapshot::{Shelf, SnapshotError, Stored, Writer};
+use ps_backend::snapshot::{AskedSnapshot, Shelf, SnapshotError, Stored, Writer};
 use serde_json::json;
 
-use super::{coordinated, deadline, registry, request};
+use super::{coordinated, deadline, registry};
 use crate::config::snapshots::SnapshotConfig;
 use crate::error::Error;
 use crate::progress;
 use crate::signals::Interrupt;
-
-/// How often it is begun when the model moves meanwhile.
-const TRIES: u32 = 3;
-
-/// What a coordinator says of a snapshot.
-struct Told {
-    version: Version,
-    dealt: u64,
-    of: u64,
-    written: u64,
-    ended: bool,
-}
 
 /// Has the shards of a model write a snapshot.
 ///
 /// # Errors
 /// Why there is none.
 pub fn take(config: &SnapshotConfig) -> Result<(), Error> {
-    let mut random = [0; 8];
-    getrandom::fill(&mut random).map_err(|error| Error::new("no random number").caused_by(error))?;
-    let (snapshot, name) = (u64::from_le_bytes(random), &config.name);
-    let to = config.to.as_deref().unwrap_or("its store");
-    let (address, message, mut told) = begin(config, snapshot)?;
-    if !config.wait && !told.ended {
+    let (registry, name) = (registry(&config.registry)?, &config.name);
+    let failed = |error: AdminError| {
+        Error::new(format!("no snapshot can be taken of {name}")).caused_by(error.to_string())
+    };
+    let find = || {
+        let (record, _, address) = coordinated(&*registry, &config.registry, name)?;
+        Ok((record, address))
+    };
+    let to = config.to.as_deref().unwrap_or_default();
+    let mut asked = AskedSnapshot::begin(to, deadline(), find, failed)?;
+    if !config.wait && !asked.told.ended {
+        let to = config.to.as_deref().unwrap_or("its store");
         println!("gradfs: a snapshot of {name} is being written into {to}: gradfs snapshots lists it then");
         return Ok(());
     }
-    let progress = progress::bar(progress::BYTES, told.of, format!("saving {name}"));
-    while !told.ended {
-        told = ask(&address, &message).map_err(|error| failed(name, &error))?;
-        progress.set_length(told.of);
-        progress.set_position(told.dealt);
+    let progress = progress::bar(progress::BYTES, asked.told.of, format!("saving {name}"));
+    while !asked.told.ended {
+        asked.look(deadline()).map_err(failed)?;
+        progress.set_length(asked.told.of);
+        progress.set_position(asked.told.dealt);
     }
     progress.finish_and_clear();
-    let Told { version, of, written, .. } = told;
+    let (to, told) = (config.to.as_deref().unwrap_or("its store"), asked.told);
     println!(
-        "gradfs: saved version {version} of {name} in {to}: {of} bytes, of which {written} were written"
+        "gradfs: saved version {} of {name} in {to}: {} bytes, of which {} were written",
+        told.version, told.of, told.written
     );
     Ok(())
-}
-
-fn failed(name: &str, error: &AdminError) -> Error {
-    Error::new(format!("no snapshot can be taken of {name}")).caused_by(error.to_string())
-}
-
-/// Has a snapshot begun. Returns the coordinator, what it was told, and its answer.
-fn begin(config: &SnapshotConfig, snapshot: u64) -> Result<(String, Message, Told), Error> {
-    let (registry, name, at) = (registry(&config.registry)?, &config.name, &config.registry);
-    let mut tries = 0;
-    loop {
-        tries += 1;
-        let (ModelRecord { generation, epoch, .. }, _, address) = coordinated(&*registry, at, name)?;
-        let (model, to) = (name.clone(), config.to.clone().unwrap_or_default());
-        let message = Message::TakeSnapshot { model, generation, epoch, snapshot, to };
-        match ask(&address, &message) {
-            Ok(told) => return Ok((address, message, told)),
-            // It has moved since the registry was asked.
-            Err(AdminError::Refusal(Refusal::Epoch { .. })) if tries < TRIES => {}
-            Err(error) => return Err(failed(name, &error)),
-        }
-    }
-}
-
-fn ask(address: &str, message: &Message) -> Result<Told, AdminError> {
-    match request(address, message, deadline())?.0 {
-        Message::Saved { version, dealt, of, written, ended } => {
-            Ok(Told { version, dealt, of, written, ended })
-        }
-        other => Err(AdminError::Unexpected { address: address.to_owned(), what: other.name() }),
-    }
 }
 
 /// Lists the snapshots of a store.

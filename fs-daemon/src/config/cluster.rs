@@ -155,6 +155,9 @@ pub struct ShardArgs {
     /// Seconds for the last snapshots when the shard is told to end, of jobs with --snapshot-to; a second signal ends it
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = whole(0..=MAX_STOP, STOP))]
     stop_timeout: usize,
+    /// The most bytes a second that snapshots write into their stores, as 200MiB: other traffic has the rest
+    #[arg(long, value_name = "SIZE", value_parser = snapshot_rate)]
+    snapshot_rate: Option<u64>,
     #[command(flatten)]
     kept: RegistryStateArgs,
     #[command(flatten)]
@@ -250,6 +253,16 @@ pub struct StatusArgs {
 const MAX_STOP: usize = 24 * 60 * 60;
 const STOP: &str = "seconds; what ends the shard may give it less";
 
+/// Bytes a second. With less, a pack of a snapshot takes so long that it looks as if nothing went on.
+fn snapshot_rate(text: &str) -> Result<u64, Error> {
+    match size(text)? {
+        rate @ MIN_RATE.. => Ok(rate),
+        _ => Err(Error::usage(format!("{text} a second is too slow")).hint("allow 1MiB or more")),
+    }
+}
+
+const MIN_RATE: u64 = 1 << 20;
+
 /// The arguments of `gradfs save`.
 #[derive(Args, Debug)]
 pub struct SaveArgs {
@@ -328,6 +341,8 @@ pub struct ShardConfig {
     pub metrics: Option<Endpoint>,
     /// How long the last snapshots may take.
     pub stop_timeout: Duration,
+    /// The most bytes a second that snapshots write.
+    pub snapshot_rate: Option<u64>,
     /// Threads that add contributions up, at least one.
     pub threads: usize,
     /// Copies of optimizer state.
@@ -557,6 +572,7 @@ impl ShardConfig {
             insecure: args.listen.insecure,
             metrics: args.metrics,
             stop_timeout: Duration::from_secs(args.stop_timeout as u64),
+            snapshot_rate: args.snapshot_rate,
             threads: args.threads,
             state,
             device,

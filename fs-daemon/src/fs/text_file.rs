@@ -83,6 +83,9 @@ impl Fs {
     fn render(&self, handle: &TextFile) -> CallResult<String> {
         let Some(tree) = &handle.tree else { return Ok(text::readme(&self.shown())) };
         let Node::Model(_, file) = handle.node else { return Err(CallError::not_found()) };
+        if let Some(error) = tree.model.goes_on_elsewhere() {
+            return Err(error);
+        }
         Ok(match file {
             File::VersionText | File::LearnerVersion(_) => {
                 let version = tree.shown_version();
@@ -138,6 +141,9 @@ impl TextFile {
     /// Whether a read would show something else than the last one did. A reader that has gone is news.
     pub fn has_news(&self) -> bool {
         let seen = self.seen.load(Ordering::Relaxed);
+        if self.tree.as_ref().is_some_and(|tree| tree.model.goes_on_elsewhere().is_some()) {
+            return true;
+        }
         match (self.announces(), self.node) {
             (Some((Announced::Versions, tree)), _) => tree.shown_version() != Version(seen),
             (Some((Announced::Durable, tree)), _) => number_of(&text::durable(&tree.model)) != seen,
@@ -275,7 +281,7 @@ impl TextFile {
     /// [`Self::write`].
     pub(super) fn end(&self, done: Done<()>) {
         let Some(taken) = self.draft.as_ref().and_then(|draft| draft.lock().take()) else {
-            return done(Ok(()));
+            return self.sync(done);
         };
         let applied = match taken {
             Err(error) => Err(error),
@@ -288,6 +294,16 @@ impl TextFile {
             },
         };
         done(applied.inspect_err(|error| self.note(error)));
+    }
+
+    /// fsync(2) of a file that nothing was written to. Of a version's number it waits until that is durable.
+    fn sync(&self, done: Done<()>) {
+        let is_version = matches!(self.node, Node::Model(_, File::VersionText | File::DurableText));
+        let Some(tree) = self.tree.clone().filter(|_| is_version) else { return done(Ok(())) };
+        on_own_thread("gradfs-durable", move || {
+            let outcome = tree.model.make_durable();
+            done(outcome.inspect_err(|error| tree.model.own_refusal.note(error, false)));
+        });
     }
 
     fn applies(&self, id: ReaderId, value: &[u8], done: Done<()>) {

@@ -1,5 +1,6 @@
 //! One model: its job, and its learners in this process.
 
+mod durable;
 mod freshness;
 mod readers;
 
@@ -14,6 +15,7 @@ use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::reducer::Content;
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::MAX_SMALL_MODEL;
 use parking_lot::Mutex;
 use ps_backend::server::local::LocalShard;
@@ -177,6 +179,12 @@ impl Model {
             Snapshots::PartOf(whole) => whole,
             Snapshots::Here(_) | Snapshots::Registry(_) | Snapshots::Never(_) => self,
         }
+    }
+
+    /// The error of all calls, if the model was restored and this is the life before.
+    pub fn goes_on_elsewhere(&self) -> Option<CallError> {
+        let lost = self.whole().job.lost().filter(|lost| matches!(lost, ShardError::RolledBack(_)));
+        lost.map(CallError::from)
     }
 
     /// Whether the model can be used as a disk: whole new values replace the old ones.

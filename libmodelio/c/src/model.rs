@@ -180,7 +180,7 @@ pub unsafe extern "C" fn modelio_wait_version(
     version: *mut u64,
 ) -> c_int {
     done(model(handle).and_then(|model| {
-        let newest = wait_version(&model, newer_than, timeout(timeout_ms));
+        let newest = wait_version(&model, newer_than, timeout(timeout_ms))?;
         // SAFETY: the caller's promise.
         unsafe { store(version, newest.0) };
         match newest.0 > newer_than {
@@ -192,12 +192,22 @@ pub unsafe extern "C" fn modelio_wait_version(
     }))
 }
 
-fn wait_version(model: &Model, newer_than: u64, timeout: Duration) -> Version {
+fn wait_version(model: &Model, newer_than: u64, timeout: Duration) -> Result<Version, Failure> {
+    // Nothing announces that the job has failed.
+    const LOOKS: Duration = Duration::from_millis(100);
     let end = Instant::now() + timeout;
     let (lock, bell) = &*model.published;
     let mut published = lock.lock();
-    while model.job.offered_version().0 <= newer_than && !bell.wait_until(&mut published, end).timed_out() {}
-    model.job.offered_version()
+    loop {
+        let (newest, now) = (model.job.offered_version(), Instant::now());
+        if newest.0 > newer_than || now >= end {
+            return Ok(newest);
+        }
+        if let Some(lost) = model.job.lost() {
+            return Err(lost.into());
+        }
+        bell.wait_until(&mut published, end.min(now + LOOKS));
+    }
 }
 
 /// Opens the newest version, and holds it unchanged until the handle is closed. Of a learner it is one that has the

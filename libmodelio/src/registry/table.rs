@@ -6,6 +6,7 @@
 
 mod deleted;
 mod kept;
+mod lineage;
 mod lost;
 mod refused;
 mod requests;

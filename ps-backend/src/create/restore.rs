@@ -1,6 +1,7 @@
 //! Restoring a model whose blocks are lost: its newest snapshot becomes the first version of a new life, on the shards
 //! that there are.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
@@ -39,18 +40,21 @@ pub fn restore(
     by: ShardId,
     begins: &dyn Fn(Generation),
 ) -> Result<Restored, CreateError> {
-    let mut damaged = Vec::new();
+    let (mut damaged, mut passed_over) = (Vec::new(), BTreeSet::new());
     let store = lost.lineage.store.clone();
-    let names = Shelf::open(&store).and_then(|shelf| shelf.names()).map_err(SnapshotError::from)?;
-    for version in names.iter().rev().filter_map(|name| Shelf::version_of(name)) {
-        match restore_from(registry, &mut lost, (&store, version), by, begins) {
-            Err(CreateError::Source(error)) if error.is_damage() => {
-                damaged.push(format!("version {version}: {error}"));
-            }
-            outcome => {
-                let (record, begins_at) = outcome?;
+    let shelf = Shelf::open(&store).map_err(SnapshotError::from)?;
+    while let Some(version) = newest(&shelf, &passed_over)? {
+        let is_newest = || Ok(newest(&shelf, &passed_over)? == Some(version));
+        match restore_from(registry, &mut lost, (&store, version), by, (begins, &is_newest)) {
+            Ok(None) => {}
+            Ok(Some((record, begins_at))) => {
                 return Ok(Restored { record, snapshot: version, version: begins_at, damaged });
             }
+            Err(CreateError::Source(error)) if error.is_damage() => {
+                damaged.push(format!("version {version}: {error}"));
+                passed_over.insert(version);
+            }
+            Err(error) => return Err(error),
         }
     }
     let why = match damaged.is_empty() {
@@ -60,14 +64,22 @@ pub fn restore(
     Err(SnapshotError::Nothing(why).into())
 }
 
-/// Restores one snapshot. After a failure `lost` is the life that it is to go on from.
+/// The newest snapshot of a store, but for some.
+fn newest(shelf: &Shelf, passed_over: &BTreeSet<Version>) -> Result<Option<Version>, SnapshotError> {
+    let names = shelf.names()?;
+    let versions = names.iter().filter_map(|name| Shelf::version_of(name));
+    Ok(versions.filter(|version| !passed_over.contains(version)).max())
+}
+
+/// Restores one snapshot. `lost` is the life that it goes on from; after a failure that may be another one. If the life
+/// before had added a newer snapshot when the new one began, nothing is returned: that may have been called durable.
 fn restore_from(
     registry: &dyn Registry,
     lost: &mut ModelRecord,
     (store, version): (&str, Version),
     by: ShardId,
-    begins: &dyn Fn(Generation),
-) -> Result<(ModelRecord, Version), CreateError> {
+    (begins, is_newest): (&dyn Fn(Generation), &dyn Fn() -> Result<bool, SnapshotError>),
+) -> Result<Option<(ModelRecord, Version)>, CreateError> {
     let name = lost.name.clone();
     let stored = Stored::open(Path::new(&format!("{store}#{version}")), Some(lost.block_size))?;
     let (head, layout) = (stored.head(), stored.layout());
@@ -97,10 +109,13 @@ fn restore_from(
     // From here on the life before adds no snapshot.
     Shelf::open(store).map_err(SnapshotError::from)?.claim(&name, generation, true)?;
     forget(&before, &all);
+    if !is_newest()? {
+        return Ok(None);
+    }
     let new =
         NewModel { name: &name, layout, metadata, controls: &controls, shards: None, record: Some(&job) };
     make(&new, &map, &record, &there, &|piece, bytes| stored.piece(piece, bytes), &|_| ())?;
     record.ready = true;
     put_ready(registry, &record, &there)?;
-    Ok((record, job.version))
+    Ok(Some((record, job.version)))
 }

@@ -53,7 +53,16 @@ pub(super) fn create(shared: &Shared, payload: &[u8]) -> AdminAnswer {
     let (coordinator, redirect, begins) = (None, None, None);
     models.insert(
         name,
-        HostedModel { generation, record, partition, coordinator, redirect, copied: None, begins },
+        HostedModel {
+            generation,
+            record,
+            partition,
+            coordinator,
+            redirect,
+            copied: None,
+            saved: None,
+            begins,
+        },
     );
     Ok((Message::Done, None))
 }

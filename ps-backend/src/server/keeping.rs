@@ -1,9 +1,14 @@
 //! What the registry must know of the models that are coordinated here when blocks of them are lost: their stores, and the
 //! numbers that their versions may have.
+//!
+//! A version is called durable once it is in the store and the registry has confirmed after that that this life of the
+//! model is the one that counts. Whoever restores the model begins the next life first, and then looks for the newest
+//! snapshot. So it finds all that were called durable.
 
 use std::sync::Arc;
 
 use libmodelio::registry::RegistryError;
+use libmodelio::vocabulary::ids::{Generation, Version};
 use libmodelio::wire::{HeldPartition, Lineage};
 
 use super::coordinator::Coordinator;
@@ -16,21 +21,28 @@ struct Kept {
     life: HeldPartition,
     lineage: Lineage,
     coordinator: Arc<Coordinator>,
+    saved: Option<Version>,
 }
 
 impl Kept {
     fn of(of: &HostedModel) -> Option<Kept> {
         let (life, lineage) = (life(&of.record), of.record.lineage.clone());
-        Some(Kept { life, lineage, coordinator: of.coordinator.clone()? })
+        Some(Kept { life, lineage, coordinator: of.coordinator.clone()?, saved: of.saved })
     }
 
-    /// Tells of the model, which `is_durable` if it has a snapshot in its store.
-    fn keep(&self, shared: &Shared, is_durable: bool) -> Result<(), RegistryError> {
-        let Kept { life, lineage, coordinator } = self;
-        let (version, settings, _) = coordinator.survival();
-        let restores = settings.restores() && is_durable;
+    /// Tells of the model. If that is done, its newest snapshot is durable.
+    fn keep(&self, shared: &Shared) -> Result<(), RegistryError> {
+        let Kept { life, lineage, coordinator, saved } = self;
+        let (version, settings, durable) = coordinator.survival();
+        let restores = settings.restores() && durable.max(*saved).is_some();
         let store = if restores { absolute_url(&settings.to) } else { String::new() };
-        if coordinator.is_frozen() || store.is_empty() && lineage.store.is_empty() {
+        let is_durable =
+            || saved.filter(|saved| durable != Some(*saved)).map(|of| coordinator.is_durable(of));
+        if store.is_empty() && lineage.store.is_empty() {
+            is_durable();
+            return Ok(());
+        }
+        if coordinator.is_frozen() {
             return Ok(());
         }
         let reserved = Lineage::reserved_for(version).max(lineage.reserved);
@@ -41,6 +53,8 @@ impl Kept {
         if let Some(of) = of {
             (of.record.lineage.reserved, of.record.lineage.store) = (reserved, store);
         }
+        drop(models);
+        is_durable();
         Ok(())
     }
 }
@@ -52,8 +66,7 @@ impl Kept {
 pub(super) fn keep_all(shared: &Shared) -> Result<(), RegistryError> {
     let models: Vec<Kept> = shared.models.lock().values().filter_map(Kept::of).collect();
     for model in models {
-        let (_, _, durable) = model.coordinator.survival();
-        match model.keep(shared, durable.is_some()) {
+        match model.keep(shared) {
             Ok(()) => {}
             Err(error @ RegistryError::Peer(_)) => return Err(error),
             // It moves, or was deleted: whoever coordinates it then tells.
@@ -65,10 +78,15 @@ pub(super) fn keep_all(shared: &Shared) -> Result<(), RegistryError> {
     Ok(())
 }
 
-/// A model has a snapshot in its store. Nobody hears that it is durable before the registry knows where.
-pub(super) fn keep_durable(shared: &Shared, name: &str) {
-    let model = shared.models.lock().get(name).and_then(Kept::of);
-    if let Some(Err(error)) = model.map(|model| model.keep(shared, true)) {
-        tracing::warn!(model = %name, "the registry does not know its snapshot yet: {error}");
+/// A snapshot of a life of a model is in its own store. If the registry cannot be asked, it is durable later.
+pub(super) fn saved(shared: &Shared, name: &str, generation: Generation, version: Version) {
+    let model = {
+        let mut models = shared.models.lock();
+        let Some(of) = models.get_mut(name).filter(|of| of.generation == generation) else { return };
+        of.saved = of.saved.max(Some(version));
+        Kept::of(of)
+    };
+    if let Some(Err(error)) = model.map(|model| model.keep(shared)) {
+        tracing::warn!(model = %name, %version, "it is saved, and called durable when the registry can be asked: {error}");
     }
 }

@@ -4,7 +4,7 @@ mod saving;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::bytes::changes::Changed;
@@ -72,6 +72,7 @@ pub struct LocalShard {
     coordinator: Arc<Coordinator>,
     partition: Arc<Partition>,
     executor: Arc<dyn Executor>,
+    saver: OnceLock<Weak<Saver>>,
 }
 
 /// Fills the memory of version 0, in which blocks lie one behind the other.
@@ -132,7 +133,8 @@ pub fn start_from(
     };
     let coordinator = Coordinator::new(&record, &partition, SHARD, None, job, &[]);
     let coordinator = coordinator.map_err(LocalError::Coordinator)?;
-    let shard = Arc::new(LocalShard { coordinator, partition, executor: Arc::clone(executor) });
+    let (executor, saver) = (Arc::clone(executor), OnceLock::new());
+    let shard = Arc::new(LocalShard { coordinator, partition, executor, saver });
     let coordinator = Arc::clone(&shard.coordinator);
     let captured = Arc::downgrade(&shard);
     let mut met = Ok(());
@@ -145,6 +147,11 @@ pub fn start_from(
 }
 
 impl LocalShard {
+    /// What takes the snapshots of the model, if something does.
+    pub fn saver(&self) -> Option<Arc<Saver>> {
+        self.saver.get()?.upgrade()
+    }
+
     /// Takes a snapshot of the newest version. The job stands still for as long as it takes to copy it.
     ///
     /// # Errors

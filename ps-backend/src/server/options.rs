@@ -45,6 +45,8 @@ pub struct ServerOptions {
     /// Memory of another device, such as a GPU, for payload that comes by RDMA. `None` for the host's memory.
     /// Versions, which are read, are always in the host's memory (iRDMA §IV-A).
     pub device_memory: Option<Arc<dyn DeviceMemory>>,
+    /// The most bytes a second that are written into the stores of snapshots.
+    pub snapshot_rate: Option<u64>,
 }
 
 /// Whether a shard accepts RDMA connections.

@@ -29,6 +29,7 @@ use super::standing::{Standing, life};
 use super::status_text::StatusText;
 use crate::core::JobRecord;
 use crate::partition::executor::Executor;
+use crate::snapshot::Pace;
 
 /// One model on this shard.
 pub(super) struct HostedModel {
@@ -40,6 +41,8 @@ pub(super) struct HostedModel {
     pub redirect: Option<Redirect>,
     /// The last snapshot that a part was written of here, and its store.
     pub copied: Option<(u64, String)>,
+    /// The version of the newest snapshot in the job's own store, if the job is coordinated here and has taken one.
+    pub saved: Option<Version>,
     /// The record that its job begins with. None once the job has begun.
     pub begins: Option<JobRecord>,
 }
@@ -71,12 +74,18 @@ impl Limits {
 /// Copies of versions for snapshots, what is being written of them, and when they are taken.
 #[derive(Default)]
 pub(super) struct Snapshots {
+    pub pace: Pace,
     pub captures: Captures,
     pub saves: Saves,
     pub schedules: Schedules,
 }
 
 impl Snapshots {
+    /// Those of a shard that writes so many bytes a second at most.
+    pub(super) fn at(rate: Option<u64>) -> Snapshots {
+        Snapshots { pace: Pace::new(rate), ..Snapshots::default() }
+    }
+
     /// Whether a snapshot of a model is to be begun: one is due, and none is being written.
     pub(super) fn begins(&self, model: Generation, every: Every, version: Version) -> bool {
         let now = self.schedules.now();

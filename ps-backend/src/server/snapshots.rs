@@ -18,7 +18,7 @@ use super::saves::{Save, Subject};
 use super::shared::Shared;
 use super::{keeping, models};
 use crate::snapshot::{
-    Copied, Head, Keep, Places, SavedSnapshot, Shelf, SnapshotError, now as now_in_seconds, write_part,
+    Copied, Head, Keep, Pace, Places, SavedSnapshot, Shelf, SnapshotError, now as now_in_seconds, write_part,
 };
 use crate::stores::{StoreError, absolute_url};
 
@@ -65,8 +65,7 @@ pub(super) fn take(
                 schedule.is_to(&own);
                 schedule.saved(saved, begun, now);
             });
-            keeping::keep_durable(&this, &model);
-            coordinator.is_durable(version);
+            keeping::saved(&this, &model, generation, version);
         }
         Ok(())
     })
@@ -168,7 +167,7 @@ fn write(shared: &Arc<Shared>, save: &Save, taken: &Taken, message: &Message) ->
 
 /// Begins to write this shard's copy, or tells how far that is.
 pub(super) fn save_copy(
-    shared: &Shared,
+    shared: &Arc<Shared>,
     (generation, snapshot): (Generation, u64),
     (to, before): (String, String),
 ) -> Result<Message, Refusal> {
@@ -179,14 +178,15 @@ pub(super) fn save_copy(
         model.copied = Some((snapshot, to.clone()));
     }
     drop(models);
+    let this = Arc::clone(shared);
     shared.snapshots.saves.ask((generation, snapshot, Subject::Copy), move |save| {
-        let of = (snapshot, writer);
+        let (save, of) = ((save, &this.snapshots.pace), (snapshot, writer));
         write_copy(save, (&copied, &partition), of, (&to, &before)).map_err(Refusal::other)
     })
 }
 
 fn write_copy(
-    save: &Save,
+    (save, pace): (&Save, &Pace),
     (copied, partition): (&Copied, &PartitionLayout),
     (snapshot, writer): (u64, u32),
     (to, before): (&str, &str),
@@ -209,7 +209,7 @@ fn write_copy(
     let global = |(local, what)| Some((partition.global(local)?, what));
     let pieces = copied.pieces().filter_map(|(piece, bytes)| Some((global(piece)?, bytes)));
     let name = Shelf::pack_name(snapshot, writer);
-    let part = write_part(&**shelf.store(), &name, &before, pieces, &done)?;
+    let part = write_part(&**shelf.store(), &name, (&before, pace), pieces, &done)?;
     shelf.add_part(snapshot, writer, &part.places)?;
     save.is_at(all, part.written);
     Ok(())
@@ -238,7 +238,8 @@ mod tests {
                 (dir.path().to_str().unwrap().to_owned(), (Generation(1), is_there.into(), Subject::Copy));
             let (copied, partition) = (Arc::clone(&copied), partition.clone());
             let told = saves.ask(name, move |save| {
-                write_copy(save, (&copied, &partition), (7, 1), (&to, "")).map_err(Refusal::other)
+                write_copy((save, &Pace::default()), (&copied, &partition), (7, 1), (&to, ""))
+                    .map_err(Refusal::other)
             });
             match told {
                 Ok(Message::Saved { dealt, ended, .. }) => assert!(is_there && ended && dealt == 1 << 16),

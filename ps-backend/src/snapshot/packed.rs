@@ -22,7 +22,7 @@ mod reader;
 mod shelf;
 
 pub use description::Description;
-pub use part::{Part, write_part};
+pub use part::{Pace, Part, write_part};
 pub use places::{Pack, PieceHash, Place, Places};
 pub use reader::PackedReader;
 pub(crate) use shelf::now;

@@ -103,6 +103,7 @@ pub fn options() -> ServerOptions {
         rdma_options: RdmaOptions::default(),
         device: None,
         device_memory: None,
+        snapshot_rate: None,
     }
 }
 

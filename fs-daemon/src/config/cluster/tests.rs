@@ -58,6 +58,16 @@ fn said<T: std::fmt::Debug>(outcome: Result<T, Error>) -> String {
 }
 
 #[test]
+fn snapshots_have_a_rate_of_a_mebibyte_at_least() {
+    let rate = |text: &str| shard(&[("listen", "node1"), ("snapshot_rate", text)]);
+    assert_eq!(rate("200MiB").unwrap().snapshot_rate, Some(200 << 20));
+    assert_eq!(rate("1MiB").unwrap().snapshot_rate, Some(1 << 20));
+    for text in ["1048575", "0", "fast"] {
+        said(rate(text));
+    }
+}
+
+#[test]
 fn defaults() {
     let registry = RegistryConfig::merge(&[flags(&[("listen", "0.0.0.0")])]).unwrap();
     let (registry_of_etcd, state) = (None, None);
@@ -74,6 +84,7 @@ fn defaults() {
             registry_state: None,
             metrics: None,
             stop_timeout: Duration::from_secs(60),
+            snapshot_rate: None,
             threads: 2,
             state: StateCopies::Single,
             device: DeviceName::Cpu,

@@ -1,6 +1,5 @@
 //! Models whose blocks are lost, and that are restored from a snapshot: a new life takes the place of the one before.
 
-use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -22,24 +21,6 @@ impl Shard {
 }
 
 impl RegistryCore {
-    /// A record with the lineage that is known of its life: only the requests here change it.
-    pub(super) fn of_known_lineage<'a>(
-        &self,
-        Given { mut record, bytes }: Given<'a>,
-    ) -> Result<(ModelRecord, Cow<'a, [u8]>), Refusal> {
-        let stored = self.models.get(&record.name).filter(|of| of.generation == record.generation);
-        let Some(stored) = stored.filter(|stored| *stored.bytes != *bytes) else {
-            return Ok((record, bytes.into()));
-        };
-        let known = ModelRecord::decode(&stored.bytes).map_err(Refusal::other)?;
-        if known.lineage == record.lineage {
-            return Ok((record, bytes.into()));
-        }
-        record.lineage = known.lineage;
-        let bytes = record.encode().map_err(Refusal::other)?;
-        Ok((record, bytes.into()))
-    }
-
     /// What a model's coordinator needs to be known if blocks are lost.
     pub(super) fn keep(
         &mut self,
@@ -86,7 +67,9 @@ impl RegistryCore {
         let before = ModelRecord::decode(&stored.bytes).map_err(Refusal::other)?;
         is_same_model(&before, &record)?;
         let (new, old) = (&record.lineage, &before.lineage);
-        if record.generation == generation || !new.follows(old) || new.reserved <= old.reserved {
+        let is_next = record.generation != generation && new.follows(old) && new.reserved > old.reserved;
+        // Otherwise nobody would notice that whoever restores it is gone.
+        if !is_next || new.by == ShardId(0) {
             return Err(Refusal::other(format_args!(
                 "the record of model {:?} is none of a life after generation {generation}",
                 record.name

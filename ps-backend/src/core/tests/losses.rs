@@ -192,3 +192,32 @@ fn new_weights_prolong_nobodys_patience() {
         assert_eq!(bench.versions_of(&[a]), [Some(Version(4))]);
     }
 }
+
+#[test]
+fn no_version_is_made_without_a_number_for_it() {
+    let (mut bench, ids) = formed(&[("learners", "1")], &["a"]);
+    bench.call(|core, now, actions| core.set_reserved(Some(Version(2)), now, actions));
+    let (first, _) = everything(&mut bench, ids[0], true);
+    bench.makes(1, &[first]);
+    let (second, commit) = everything(&mut bench, ids[0], true);
+    assert!(bench.is_waiting(commit) && bench.running.is_none(), "it waits for a number");
+    bench.call(|core, now, actions| core.set_reserved(Some(Version(3)), now, actions));
+    bench.makes(2, &[second]);
+}
+
+#[test]
+fn a_restored_job_goes_on_without_learners_that_do_not_come_back() {
+    let mut bench = Bench::new(&[("learners", "3"), ("min_learners", "2")]);
+    bench.core.goes_on_at(bench.now + Now::from_secs(5));
+    let a = bench.join("a").unwrap();
+    bench.tick(6_000);
+    assert_eq!(bench.core.state(), JobPhase::Forming, "there are too few learners");
+    let b = bench.join("b").unwrap();
+    bench.tick(1);
+    assert_eq!(bench.core.state(), JobPhase::Running);
+    let of = [everything(&mut bench, a, true).0, everything(&mut bench, b, true).0];
+    bench.makes(1, &of);
+    bench.leave(a.0);
+    bench.leave(b.0);
+    assert_eq!(bench.core.state(), JobPhase::Forming, "once");
+}

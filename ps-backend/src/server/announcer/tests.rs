@@ -27,6 +27,7 @@ fn the_status_of_a_shard_and_its_announcer_do_not_wait_for_each_other() {
         rdma_options: libmodelio::transport::rdma::RdmaOptions::default(),
         device: None,
         device_memory: None,
+        snapshot_rate: None,
     };
     // Its end would wait, too.
     let server = ManuallyDrop::new(Server::start(options).unwrap());

@@ -37,11 +37,15 @@ impl Saver {
         (model, layout): (&str, &Arc<ModelLayout>),
         metadata: BTreeMap<String, String>,
         takes_over: Option<String>,
-    ) -> Saver {
-        let (shard, model, layout) = (shard.clone(), model.to_owned(), Arc::clone(layout));
+    ) -> Arc<Saver> {
+        let (of, model, layout) = (shard.clone(), model.to_owned(), Arc::clone(layout));
         let (takes_over, started) = (Mutex::new(takes_over), Instant::now());
         let schedule = Mutex::default();
-        Saver { shard, model, layout, metadata, takes_over, started, schedule }
+        let saver = Arc::new(Saver { shard: of, model, layout, metadata, takes_over, started, schedule });
+        if let Some(shard) = shard.upgrade() {
+            let _ = shard.saver.set(Arc::downgrade(&saver));
+        }
+        saver
     }
 
     /// Takes snapshots of some models when they are due, one after the other, until the models end.

@@ -67,6 +67,7 @@ pub(in crate::server) fn switch(shared: &Shared, payload: &[u8]) -> Result<(), R
                 coordinator,
                 redirect,
                 copied: None,
+                saved: None,
                 begins: None,
             };
             let before = models.insert(name.clone(), model);

@@ -1,6 +1,7 @@
 //! What one process writes of a snapshot: the pieces that it has, but for those that are as they were.
 
 use std::sync::mpsc::sync_channel;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rayon::prelude::*;
@@ -12,6 +13,31 @@ use crate::stores::{Existing, Objects};
 
 /// Packs that are written at once: one is on its way to the disk while another is copied.
 const WRITERS: usize = 2;
+
+/// How fast packs are written, at most.
+#[derive(Debug, Default)]
+pub struct Pace {
+    /// Bytes a second, if they are limited.
+    rate: Option<u64>,
+    /// When what was taken is written at that rate.
+    busy_until: Mutex<Option<Instant>>,
+}
+
+impl Pace {
+    /// So many bytes a second, or as fast as it goes.
+    pub fn new(rate: Option<u64>) -> Pace {
+        Pace { rate, busy_until: Mutex::default() }
+    }
+
+    /// When so many bytes may be written.
+    fn takes(&self, bytes: u64, now: Instant) -> Instant {
+        let Some(rate) = self.rate else { return now };
+        let mut busy_until = self.busy_until.lock();
+        let begin = busy_until.map_or(now, |until| until.max(now));
+        *busy_until = Some(begin + Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64));
+        begin
+    }
+}
 
 /// What was written.
 #[derive(Debug)]
@@ -29,7 +55,7 @@ struct Filled<'a> {
 }
 
 /// Writes pieces, which come in the order in which they are to lie. Packs are called `name` and a number. A piece that is as
-/// `before` has it is named and not written. Calls `done` with the number of bytes that are dealt with; it can return an
+/// `before` has it is named and not written, and the others at this pace. Calls `done` with the number of bytes that are dealt with; it can return an
 /// interruption.
 ///
 /// # Errors
@@ -37,7 +63,7 @@ struct Filled<'a> {
 pub fn write_part<'a>(
     store: &dyn Objects,
     name: &str,
-    before: &Places,
+    (before, pace): (&Places, &Pace),
     pieces: impl Iterator<Item = (Piece, &'a [u8])>,
     done: &(dyn Fn(u64) -> Result<(), SnapshotError> + Sync),
 ) -> Result<Part, SnapshotError> {
@@ -52,9 +78,11 @@ pub fn write_part<'a>(
                 let Some(pack) = next else { return Ok(()) };
                 let name = format!("{name}-{:05}", pack.number);
                 let bytes: Vec<&[u8]> = pack.pieces.iter().map(|(_, bytes, _)| *bytes).collect();
+                let len = bytes.iter().map(|bytes| bytes.len() as u64).sum();
+                let now = Instant::now();
+                std::thread::sleep(pace.takes(len, now) - now);
                 // No other pack has its name, so it may travel in parts, which takes no condition.
                 store.put(&name, &bytes, Existing::Replaced)?;
-                let len = bytes.iter().map(|bytes| bytes.len() as u64).sum();
                 written_here.lock().add(&Pack { name, bytes: len }, &pack.pieces);
                 done(len)?;
             }
@@ -123,5 +151,21 @@ impl Part {
             offset += bytes.len() as u64;
         }
         self.written += offset;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packs_are_written_no_faster_than_they_may() {
+        let (pace, now) = (Pace::new(Some(1000)), Instant::now());
+        let after = |bytes, seconds| pace.takes(bytes, now + Duration::from_secs(seconds)) - now;
+        assert_eq!(after(2000, 0), Duration::ZERO, "the first one at once");
+        assert_eq!(after(500, 0), Duration::from_secs(2));
+        assert_eq!(after(500, 1), Duration::from_millis(2500));
+        assert_eq!(after(500, 9), Duration::from_secs(9), "a pause is not made up for");
+        assert_eq!(Pace::default().takes(1 << 40, now), now);
     }
 }

@@ -41,7 +41,11 @@ fn write(
             of_writer.map(|(piece, bytes)| (*piece, &bytes[..])).collect();
         of_writer.sort_by_key(|((block, kind), _)| (*kind, *block));
         let name = Shelf::pack_name(id, writer);
-        let part = write_part(&**shelf.store(), &name, before, of_writer.into_iter(), &|_| Ok(())).unwrap();
+        let part =
+            write_part(&**shelf.store(), &name, (before, &Pace::default()), of_writer.into_iter(), &|_| {
+                Ok(())
+            })
+            .unwrap();
         let text = serde_json::to_string(&part.places).unwrap();
         let read: Places = serde_json::from_str(&text).unwrap();
         assert!(read == part.places && places.add_all(&read));
@@ -174,7 +178,9 @@ fn a_snapshot_with_a_part_missing_is_none() {
     let contents = contents(&head);
     let some = contents.iter().filter(|((block, _), _)| *block != BlockId(1));
     let some = some.map(|(piece, bytes)| (*piece, &bytes[..]));
-    let part = write_part(&**shelf.store(), "packs/x", &Places::default(), some, &|_| Ok(())).unwrap();
+    let part =
+        write_part(&**shelf.store(), "packs/x", (&Places::default(), &Pace::default()), some, &|_| Ok(()))
+            .unwrap();
     let why = shelf.add(1, head, 0, part.places).unwrap_err().to_string();
     assert!(why.contains("of block 1"), "{why}");
     assert_eq!(shelf.names().unwrap(), [""; 0]);
@@ -186,15 +192,16 @@ fn a_writer_that_fails_or_is_interrupted_ends_the_others() {
     let contents = contents(&head);
     let all = || contents.iter().map(|(piece, bytes)| (*piece, &bytes[..]));
     let none = Places::default();
-    let interrupted =
-        write_part(&**shelf.store(), "packs/x", &none, all(), &|_| Err(SnapshotError::Interrupted));
+    let interrupted = write_part(&**shelf.store(), "packs/x", (&none, &Pace::default()), all(), &|_| {
+        Err(SnapshotError::Interrupted)
+    });
     assert!(matches!(interrupted, Err(SnapshotError::Interrupted)));
     // Many packs, and a store that takes none.
     fs::remove_dir_all(dir.path()).unwrap();
     fs::write(dir.path(), "no directory").unwrap();
     let long = vec![7; PACK_BYTES / 2];
     let many = (0..12).map(|block| ((BlockId(block), libmodelio::wire::DataKind::Weights), &long[..]));
-    let failed = write_part(&**shelf.store(), "packs/x", &none, many, &|_| Ok(()));
+    let failed = write_part(&**shelf.store(), "packs/x", (&none, &Pace::default()), many, &|_| Ok(()));
     assert!(matches!(failed, Err(SnapshotError::Store(_))), "{failed:?}");
     fs::remove_file(dir.path()).unwrap();
     fs::create_dir(dir.path()).unwrap();

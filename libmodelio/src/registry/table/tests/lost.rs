@@ -150,6 +150,7 @@ fn a_next_life_is_of_the_same_lineage_and_begins_with_new_numbers() {
         let bad = [
             of(Lineage { first: Generation(3), ..good.lineage.clone() }),
             of(Lineage { restored: 0, ..good.lineage.clone() }),
+            of(Lineage { by: ShardId(0), ..good.lineage.clone() }),
             of(Lineage { reserved: first().lineage.reserved, ..good.lineage.clone() }),
             ModelRecord { generation: Generation(7), ..good.clone() },
             ModelRecord { block_size: 2 * good.block_size, owners: vec![(ShardId(2), 1)], ..good.clone() },

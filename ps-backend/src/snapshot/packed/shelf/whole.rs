@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use libmodelio::vocabulary::ids::Generation;
 
 use super::{Places, Shelf};
-use crate::snapshot::packed::part::write_part;
+use crate::snapshot::packed::part::{Pace, write_part};
 use crate::snapshot::{Copied, Head, SnapshotError};
 
 /// The number of the only writer.
@@ -37,7 +37,8 @@ impl Shelf {
         self.begin(snapshot, generation)?;
         let before = self.newest()?.map_or_else(Places::default, |(_, places)| places);
         let name = Shelf::pack_name(snapshot, WRITER);
-        let part = write_part(&**self.store(), &name, &before, copied.pieces(), &|_| Ok(()))?;
+        let part =
+            write_part(&**self.store(), &name, (&before, &Pace::default()), copied.pieces(), &|_| Ok(()))?;
         self.check_packs(&part.places)?;
         self.check_claim(generation)?;
         self.add(snapshot, head, now(), part.places)?;

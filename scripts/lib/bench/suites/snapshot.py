@@ -1,0 +1,342 @@
+"""Measures snapshots in a store on disk, going on from them, and how long a job stands still when processes die.
+
+  store     a snapshot of weights and Adam's state against `dd oflag=direct bs=4M` of as many bytes, both synced, and
+            against torch.save of the same tensors; and the bytes of a second snapshot of a job whose new weights have a
+            hundredth of the blocks changed
+  steps     steps of a learner while a snapshot is written, against steps without
+  restore   `gradfs create --from` until a mount answers, against reading the files and against torch.load of the same
+            tensors, of which every byte is touched. The kernel's cache is dropped before each
+  recovery  from `kill -9` of a process until the next step of a learner is acknowledged: one of three shards, their
+            coordinator, and all shards with the registry, counted from the start of the last one
+
+Contenders take turns. Each snapshot goes into a store of its own, so that it writes everything.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+
+from bench import jobs
+from machine import GIB, MIB, own_python, require_memory, say
+from programs import Program, environment, output_of
+from report import Figure, times
+
+PARTS = ("store", "steps", "restore", "recovery")
+QUICK = "48 MiB in place of 1 GiB, and fewer turns: below 45 s once it is built"
+DEADLINE = 300.0
+# Weights and both of Adam's moments.
+PARTS_OF_STATE = 3
+BLOCK = 4 * MIB
+TENSORS = """
+import json, os, sys, time, torch
+path, size, does = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+if does == "save":
+    state = {name: torch.randn(size // 4) for name in ("weights", "exp_avg", "exp_avg_sq")}
+    begin = time.monotonic()
+    torch.save(state, path)
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+else:
+    begin = time.monotonic()
+    state = torch.load(path, mmap=False)
+    for tensor in state.values():
+        tensor.view(torch.int32).max()
+print(json.dumps(time.monotonic() - begin))
+"""
+
+
+def seconds_of(act):
+    begin = time.monotonic()
+    act()
+    return time.monotonic() - begin
+
+
+def forget_files():
+    """Nothing that was read or written stays in memory."""
+    os.sync()
+    with open("/proc/sys/vm/drop_caches", "w") as file:
+        file.write("3")
+
+
+def seconds(value):
+    return f"{value:.2f} s"
+
+
+def sizes(bench):
+    """Bytes of the weights, so that they and their state have 1 GiB together."""
+    state = 48 * MIB if bench.quick else GIB
+    size = state // PARTS_OF_STATE // BLOCK * BLOCK
+    require_memory(12 * size)
+    return size, size * PARTS_OF_STATE
+
+
+def torch_takes(path, size, does):
+    return json.loads(output_of(own_python(), "-c", TENSORS, path, size, does, timeout=DEADLINE))
+
+
+def written(path, data):
+    file = os.open(path, os.O_WRONLY)
+    for at in range(0, len(data), MIB):
+        os.write(file, data[at : at + MIB])
+    os.close(file)
+
+
+class Job:
+    """A model with Adam on shards of this host, and its mount."""
+
+    def __init__(self, bench, stack, gradfs, size, name, shards=1, **settings):
+        self.cluster = jobs.Cluster(
+            stack, gradfs, bench.work / name, size, shards=shards, reducer="adam", block_size=BLOCK, **settings
+        )  # fmt: skip
+        self.model, _ = self.cluster.mount(stack)
+        self.gradient = memoryview(b"\0\0\x80\x3c" * (size // 4))
+
+    def step(self):
+        written(self.model / "gradients", self.gradient)
+
+    def save(self, store):
+        return self.cluster.command("snapshot", jobs.MODEL, "--to", store, "--wait")
+
+
+def store(bench, gradfs):
+    size, state = sizes(bench)
+    turns = 2 if bench.quick else 5
+    with contextlib.ExitStack() as stack:
+        job = Job(bench, stack, gradfs, size, "store")
+        say(f"snapshots of {state / MIB:.0f} MiB")
+        found, zeros = {"ours": [], "dd": [], "torch": []}, bench.work / "dd"
+        for turn in range(turns + 1):
+            place = bench.work / f"store-{turn}"
+            job.step()
+
+            def dd():
+                words = ["if=/dev/zero", f"of={zeros}", "bs=4M", f"count={state // (4 * MIB)}", "oflag=direct", "conv=fsync"]
+                subprocess.run(["dd", *words], check=True, stderr=subprocess.DEVNULL, timeout=DEADLINE)
+
+            acts = {
+                "ours": lambda place=place: seconds_of(lambda: job.save(place)),
+                "dd": lambda: seconds_of(dd),
+                "torch": lambda: torch_takes(bench.work / "torch", size, "save"),
+            }
+            for name in acts if turn % 2 else reversed(acts):
+                forget_files()
+                took = acts[name]()
+                # The first turn takes memory.
+                if turn:
+                    found[name].append(took)
+            for left in (place, zeros):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    ours, dd, torch = (statistics.median(of) for of in found.values())
+    return [
+        times("snapshot_vs_dd", ours, dd, 0.85, words=seconds),
+        times("snapshot_vs_torch_save", ours, torch, 1.2, words=seconds),
+        incremental(bench, gradfs, size),
+    ]
+
+
+def incremental(bench, gradfs, size):
+    """The bytes of a second snapshot by those of the first one."""
+    blocks = size // BLOCK
+    with contextlib.ExitStack() as stack:
+        settings = {"reducer": "assign", "block_size": BLOCK // 4}
+        cluster = jobs.Cluster(stack, gradfs, bench.work / "assign", size, shards=2, **settings)
+        model, _ = cluster.mount(stack)
+        weights, place = bytearray(os.urandom(MIB) * (size // MIB)), bench.work / "assigned"
+        found = []
+        for _ in range(2):
+            written(model / "publish", memoryview(weights))
+            said = cluster.command("snapshot", jobs.MODEL, "--to", place, "--wait")
+            found.append(int(said.rsplit(" of which ", 1)[1].split()[0]))
+            # A hundredth of the blocks, at least one.
+            for block in range(0, 4 * blocks, 100):
+                weights[block * BLOCK // 4] ^= 1
+    first, second = found
+    return Figure("incremental_snapshot_bytes", second / first, "ratio", 0.05, "<=", f"{second} B", f"{first} B")
+
+
+def steps(bench, gradfs):
+    size, state = sizes(bench)
+    turns = 2 if bench.quick else 5
+    found = {"with": [], "without": []}
+    with contextlib.ExitStack() as stack:
+        job = Job(bench, stack, gradfs, size, "steps", shards=2)
+        say(f"steps while {state / MIB:.0f} MiB are written")
+        for turn in range(turns + 1):
+            alone = [seconds_of(job.step) for _ in range(5)]
+            place = bench.work / f"steps-{turn}"
+            command = [gradfs, "snapshot", jobs.MODEL, "--to", place, "--wait", "--registry", job.cluster.registry]
+            saving = Program(command, bench.work / "saving.log")
+            beside = []
+            while saving.process.poll() is None:
+                beside.append(seconds_of(job.step))
+            saving.finish(DEADLINE)
+            if turn:
+                found["with"] += beside[:-1] or beside
+                found["without"] += alone
+            shutil.rmtree(place)
+    beside, alone = map(statistics.median, found.values())
+    return [times("step_during_snapshot_ratio", beside, alone, 1.1, "<=")]
+
+
+def restore(bench, gradfs):
+    size, state = sizes(bench)
+    turns = 2 if bench.quick else 5
+    place, saved = bench.work / "saved", bench.work / "tensors"
+    with contextlib.ExitStack() as stack:
+        job = Job(bench, stack, gradfs, size, "restore")
+        job.step()
+        job.save(place)
+        cluster = job.cluster
+        torch_takes(saved, size, "save")
+        say(f"going on from {state / MIB:.0f} MiB")
+
+        def read():
+            for path in sorted(place.rglob("*")):
+                if path.is_file():
+                    with open(path, "rb", buffering=0) as file:
+                        piece = bytearray(4 * MIB)
+                        while file.readinto(piece):
+                            pass
+
+        def create(number):
+            # The mount shows it by itself when it is there.
+            name = f"again{number}"
+            cluster.command("create", name, "--from", place)
+            with contextlib.ExitStack() as own:
+                mountpoint = bench.work / name
+                command = [gradfs, "mount", mountpoint, name, "--registry", cluster.registry, "--threads", 2]
+                own.enter_context(jobs.mounted(command, mountpoint))
+                (mountpoint / name / "version").read_text()
+                end = time.monotonic()
+            cluster.command("delete", name)
+            return end
+
+        found = {"ours": [], "read": [], "torch": []}
+        for turn in range(turns + 1):
+            for name in found if turn % 2 else reversed(found):
+                forget_files()
+                begin = time.monotonic()
+                match name:
+                    case "ours":
+                        took = create(turn) - begin
+                    case "read":
+                        took = seconds_of(read)
+                    case _:
+                        took = torch_takes(saved, size, "load")
+                if turn:
+                    found[name].append(took)
+    ours, read_all, torch = (statistics.median(of) for of in found.values())
+    return [
+        times("restore_vs_read", ours, read_all, 0.7, words=seconds),
+        times("restore_vs_torch_load", ours, torch, 1.2, words=seconds),
+    ]
+
+
+class Living:
+    """Three shards and a registry of its own, whose processes are killed and started again."""
+
+    def __init__(self, bench, stack, gradfs, size):
+        self.gradfs, self.work, self.started = gradfs, bench.work / "recovery", 0
+        self.work.mkdir()
+        stack.callback(self.end)
+        self.table = self.start("registry", "--listen", "127.0.0.1:0", "--state", self.work / "state")
+        self.registry = self.address(self.table)
+        self.shards = [self.start("shard", "--listen", "127.0.0.1:0", "--registry", self.registry) for _ in range(3)]
+        words = ["--size", size, "--reducer", "adam", "--block-size", BLOCK, "--shards", 3]
+        self.command("create", jobs.MODEL, *words, "--snapshot-to", self.work / "store", "--snapshot-every", 0)
+        mountpoint = self.work / "mount"
+        command = [gradfs, "mount", mountpoint, jobs.MODEL, "--registry", self.registry, "--threads", 2]
+        stack.enter_context(jobs.mounted(command, mountpoint))
+        self.model = mountpoint / jobs.MODEL
+
+    def start(self, *words):
+        self.started += 1
+        program = Program([self.gradfs, *words], self.work / f"{words[0]}{self.started}.log")
+        program.wait_for("gradfs: ready")
+        return program
+
+    def address(self, program):
+        return program.said().split("listens on ")[1].split(",")[0].split(";")[0].strip()
+
+    def command(self, *words):
+        return output_of(self.gradfs, *words, "--registry", self.registry, env=environment())
+
+    def end(self):
+        for program in [*self.shards, self.table]:
+            program.process.kill()
+            program.process.wait()
+
+    def coordinator(self):
+        """The shard that coordinates the model."""
+        shards = json.loads(self.command("status", "--json"))["shards"]
+        address = next(of["address"] for of in shards for model in of["models"] if model["coordinator"])
+        return next(shard for shard in self.shards if self.address(shard) == address)
+
+    def kill(self, kind):
+        """Kills, and starts again; from when on the time counts."""
+        coordinator = self.coordinator()
+        other = next(shard for shard in self.shards if shard is not coordinator)
+        dead = {"another shard": [other], "the coordinator": [coordinator], "everything": [*self.shards, self.table]}[kind]
+        addresses = [self.address(program) for program in dead]
+        for program in dead:
+            program.process.kill()
+        begin = time.monotonic()
+        for program in dead:
+            program.process.wait()
+        if kind == "everything":
+            self.table = self.start("registry", "--listen", addresses[-1], "--state", self.work / "state")
+            self.shards = []
+            addresses.pop()
+        else:
+            self.shards.remove(dead[0])
+            return begin, addresses
+        for address in addresses:
+            self.shards.append(self.start("shard", "--listen", address, "--registry", self.registry))
+        return time.monotonic(), []
+
+
+def recovery(bench, gradfs):
+    size, state = sizes(bench)
+    turns = 1 if bench.quick else 3
+    gradient = memoryview(b"\0\0\x80\x3c" * (BLOCK // 4))
+    found = {"another shard": [], "the coordinator": [], "everything": []}
+    with contextlib.ExitStack() as stack:
+        living = Living(bench, stack, gradfs, size)
+        say(f"killing processes of a job of {state / MIB:.0f} MiB")
+
+        def step():
+            with open(os.open(living.model / "gradients", os.O_WRONLY), "wb", buffering=0) as file:
+                file.write(gradient)
+
+        for _ in range(turns):
+            for kind, took in found.items():
+                step()
+                with open(living.model / "version") as version:
+                    os.fsync(version.fileno())
+                begin, again = living.kill(kind)
+                while True:
+                    try:
+                        step()
+                        break
+                    except OSError:
+                        time.sleep(0.01)
+                took.append(time.monotonic() - begin)
+                for address in again:
+                    living.shards.append(living.start("shard", "--listen", address, "--registry", living.registry))
+    for kind, took in found.items():
+        say(f"{kind}: {', '.join(seconds(of) for of in took)}")
+    figures = [Figure(f"recovery_{kind.split()[-1]}", max(took), "s", None, None) for kind, took in found.items()]
+    worst = max(figure.value for figure in figures)
+    return [Figure("recovery_seconds", worst, "s", 10, "<=", seconds(worst)), *figures]
+
+
+def run(bench):
+    gradfs, figures = bench.gradfs(), []
+    for part in PARTS:
+        if part in bench.only:
+            figures += globals()[part](bench, gradfs)
+    return figures
