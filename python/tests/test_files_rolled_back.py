@@ -27,19 +27,19 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 class _Cluster:
     """Shards with models on all of them. All are shown by one mount."""
 
-    def __init__(self, place: Path, **models: dict[str, str]) -> None:
-        self.place, self._running = place, []
+    def __init__(self, place: Path) -> None:
+        self.place, self.mount, self._running = place, place / "mount", []
+
+    def begin(self, **models: dict[str, object]) -> None:
         self.registry = self._start("registry")
         self.shards = [self._start("shard", "--registry", self.registry) and self._running[-1] for _ in range(3)]
-        first = gradfs.create_from({"w": 0 * ONES}, place / "model.safetensors")
+        first = gradfs.create_from({"w": 0 * ONES}, self.place / "model.safetensors")
         for name, settings in models.items():
             settings = {"model": first, "reducer": "sum", "block_size": "64KiB", "learners": 1, **settings}
-            settings |= {"snapshot_to": place / f"store-{name}", "snapshot_every": "1h", "shards": 3, "timeout": 30}
+            settings |= {"snapshot_to": self.place / f"store-{name}", "snapshot_every": "1h", "shards": 3, "timeout": 30}
             self.command("create", name, *(f"--{key.replace('_', '-')}={value}" for key, value in settings.items()))
-        self.mount = place / "mount"
         self.mount.mkdir()
-        # So many that an idle mount lets go of none.
-        self.command("mount", "--background", "--log-file", place / "log", self.mount)
+        self.command("mount", "--background", "--log-file", self.place / "log", self.mount)
 
     def _start(self, *words: str) -> str:
         said = self.place / f"said{len(self._running)}"
@@ -82,7 +82,8 @@ def cluster(tmp_path):
     started = []
 
     def start(**models):
-        started.append(_Cluster(tmp_path, **(models or {"m": {}})))
+        started.append(_Cluster(tmp_path))
+        started[-1].begin(**(models or {"m": {}}))
         return started[-1]
 
     yield start
