@@ -26,6 +26,7 @@ from .errors import (
     Left,
     NotMounted,
     Refused,
+    RolledBack,
     Stopped,
     Timeout,
 )
@@ -41,8 +42,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Busy", "Change", "Changes", "Closed", "Follower", "GradfsError", "Layout", "Learner", "Left", "Memory", "Model",
-    "NotMounted", "Refused", "Step", "Stopped", "Tensor", "Timeout", "View", "Weights", "create_from", "follow", "open",
-    "publish",
+    "NotMounted", "Refused", "RolledBack", "Step", "Stopped", "Tensor", "Timeout", "View", "Weights", "create_from",
+    "follow", "open", "publish",
 ]  # fmt: skip
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Busy", "Closed", "GradfsError", "Left", "NotMounted", "Refused", "Stopped", "Timeout"]
+if TYPE_CHECKING:
+    from .lives import Life
+
+__all__ = ["Busy", "Closed", "GradfsError", "Left", "NotMounted", "Refused", "RolledBack", "Stopped", "Timeout"]
 
 
 class GradfsError(Exception):
@@ -40,6 +43,32 @@ class Timeout(GradfsError, TimeoutError):
 
 class Left(GradfsError):
     """The learner is not in the job any more. Join again."""
+
+
+class RolledBack(Left):
+    """Blocks were lost, and the job goes on from its newest snapshot. What came after that is undone.
+
+    It is raised once for each learner and restoration. On a mount, the learner is in the job again under its name, and
+    the same objects go on. A connection without a mount has ended: open the model anew.
+    """
+
+    def __init__(self, words: str, to_version: int, restored: int, extra: Mapping[str, str]) -> None:
+        super().__init__(words, errno.ENOTCONN)
+        self.to_version = to_version
+        """The version that the job goes on from, as it is numbered now."""
+        self.restored = restored
+        """How often the job was restored. Without a mount it is 0, as nobody says it there."""
+        self.extra = dict(extra)
+        """What the publisher has said of the version: its `meta`."""
+
+    @property
+    def to_step(self) -> int | None:
+        """The `step` that the publisher has said the version is of. None if it has said none."""
+        step = self.extra.get("step", "")
+        return int(step) if step.isdecimal() else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.to_version, self.restored, self.extra)
 
 
 class NotMounted(GradfsError):
@@ -76,7 +105,7 @@ _KINDS: dict[int, type[GradfsError]] = {
     errno.ECANCELED: Stopped,
 }
 # What a file gives whose learner, model or daemon has gone.
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED, errno.EHOSTUNREACH}
+GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED, errno.EHOSTUNREACH}
 # The kernel or the C library gives these without asking the daemon, so that `error` says nothing of them.
 _WITHOUT_WORDS = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EMFILE, errno.EBADF, errno.ECONNABORTED}
 
@@ -94,7 +123,7 @@ def of(error: OSError, doing: str, model: str, learner: str | None = None, words
     kind = _KINDS.get(number, GradfsError)
     if number == errno.EBADF and text:
         kind = Closed
-    if number in _GONE:
+    if number in GONE:
         is_left = learner is not None and (number == errno.ENOTCONN if text else _is_there(model))
         kind = Left if is_left else NotMounted
         if not text:
@@ -115,14 +144,17 @@ def named(words: str, number: int) -> GradfsError:
 
 
 @contextlib.contextmanager
-def explained(doing: str, model: str, learner: str | None = None, words: bool = True) -> Iterator[None]:
-    """Makes an `OSError` of its block one of the exceptions here."""
+def explained(
+    doing: str, model: str, learner: str | None = None, words: bool = True, life: Life | None = None
+) -> Iterator[None]:
+    """Makes an `OSError` of its block one of the exceptions here: RolledBack, if the `life` is over."""
     try:
         yield
     except GradfsError:
         raise
     except OSError as error:
-        raise of(error, doing, model, learner, words) from error
+        restored = life.ended(error) if life is not None else None
+        raise restored or of(error, doing, model, learner, words) from error
 
 
 def read(path: str) -> str:

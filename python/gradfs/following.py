@@ -13,7 +13,7 @@ from typing import Any, Callable, Union, final, overload
 
 from . import changes, model
 from .changes import Changes
-from .errors import GradfsError, Refused, Timeout, explained
+from .errors import GradfsError, Refused, RolledBack, Timeout, explained
 from .layout import Layout
 from .model import Model
 from .weights import Weights
@@ -149,7 +149,7 @@ class Follower:
         return False
 
     def _next(self) -> None:
-        taken = self._take(self._model)
+        taken = _taken(self._model, self._take)
         try:
             self._seen.takes(taken)
             # After an apply that failed, nobody knows what its weights are.
@@ -194,7 +194,8 @@ class _Seen:
 
     def begins_anew(self, of: Model) -> bool:
         """Whether the model was made anew, or restored. Then any version of it is a new one."""
-        if self.epoch is None or of._place.epoch(of.path) in (None, self.epoch):
+        about = of._place.about(of.path)
+        if self.epoch is None or about is None or about.epoch == self.epoch:
             return False
         self.version, self.epoch = -1, None
         of.layout = Layout.parse(of._place.read(f"{of.path}/layout"))
@@ -204,12 +205,23 @@ class _Seen:
         """Waits for a newer version, for a while. Raises Timeout if no time is `left` of the `timeout`."""
         try:
             of.wait(newer_than=self.version, timeout=max(0.0, min(left, _SLICE)))
+        except RolledBack:
+            self.version, self.epoch = -1, None
+            return False
         except Timeout:
             if not self.begins_anew(of) and left <= 0:
                 words = f"no version newer than {self.version} within {timeout} s"
                 raise Timeout(words, errno.ETIMEDOUT) from None
             return False
         return True
+
+
+def _taken(of: Model, take: Callable[[Model], Any]) -> Any:
+    """What is taken of a model. If it was restored just then, it is taken again: followers go on by themselves."""
+    try:
+        return take(of)
+    except RolledBack:
+        return take(of)
 
 
 class _Reader:
@@ -292,6 +304,6 @@ def _each(path: str | os.PathLike[str], newer_than: int | None, timeout: float |
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not seen.has_newer(of, deadline - time.monotonic(), timeout):
             pass
-        with of.pull() as weights:
+        with _taken(of, Model.pull) as weights:
             seen.takes(weights)
             yield weights

@@ -14,6 +14,7 @@ from typing import Any, final, overload
 from . import arrays, errors
 from .errors import Busy, Closed, Left, NotMounted, Refused, explained
 from .layout import Layout, Tensor, elements
+from .lives import Life
 from .places import COUNTS, Place, Sink
 from .weights import Weights
 
@@ -33,8 +34,10 @@ class Step:
     zero, and a tensor that nobody writes stays as it is.
     """
 
-    def __init__(self, place: Place, path: str, layout: Layout, model: str, learner: str | None = None) -> None:
-        self._layout, self._model, self._learner = layout, model, learner
+    def __init__(
+        self, place: Place, path: str, layout: Layout, model: str, life: Life, learner: str | None = None
+    ) -> None:
+        self._layout, self._model, self._learner, self._life = layout, model, learner, life
         self._where = os.path.basename(path) if learner is None else f"learner {os.path.basename(learner)}"
         self._written: dict[str, list[tuple[int, int]]] = {}
         self._is_empty = True
@@ -42,7 +45,7 @@ class Step:
         self.committed = False
         """Whether the contribution counts."""
         with self._explained():
-            self._sink = place.sink(path)
+            self._sink = place.sink(path, life)
         self._end = weakref.finalize(self, _abandon, self._sink, self._pid)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -81,7 +84,8 @@ class Step:
         """Ends the step: when this has returned, the contribution counts.
 
         After Timeout, and after Ctrl-C, it was taken back, and the step may be repeated. If the contribution counts
-        after all, this returns as if nothing had happened; after Ctrl-C, `committed` says so.
+        after all, this returns as if nothing had happened; after Ctrl-C, `committed` says so. After RolledBack it is to
+        be made anew, of the weights that are there now.
         """
         self._check()
         if self._is_empty:
@@ -96,8 +100,8 @@ class Step:
                     self.committed = True
                     self._close()
         except OSError as error:
-            reason = errors.of(error, self._where, self._model, self._learner)
-            self._take_back()
+            reason = self._life.ended(error) or errors.of(error, self._where, self._model, self._learner)
+            self.abort()
             if not self.committed:
                 raise reason from error
         except BaseException:
@@ -192,14 +196,18 @@ class Step:
                     buffers[0] = buffers[0][written:]
 
     def _explained(self) -> contextlib.AbstractContextManager[None]:
-        return explained(self._where, self._model, self._learner)
+        return explained(self._where, self._model, self._learner, life=self._life)
 
 
 class Contributor:
     """What a model and a learner have in common: weights to pull, and gradients to push."""
 
-    def __init__(self, place: Place, model: str, layout: Layout, learner: str | None = None) -> None:
+    def __init__(
+        self, place: Place, model: str, layout: Layout, learner: str | None = None, of: Life | None = None
+    ) -> None:
         self.layout = layout
+        self._life = Life(place, model, of)
+        self._life.tell(self._begin_anew)
         self._place = place
         self._model, self._learner = model, learner
         self.path = learner or model
@@ -232,11 +240,15 @@ class Contributor:
         """The newest version, once it holds the last step that was made here.
 
         Without `out`, it is mapped: see Weights. Otherwise its tensors are copied into the arrays of `out`, some of them
-        or all, and the number of the version is returned. Raises Timeout after `control/timeout`; then ask again.
+        or all, and the number of the version is returned. Raises Timeout after `control/timeout`; then ask again. Raises
+        RolledBack if the job was restored since the last call.
         """
         self._check()
         copies = out is not None
-        weights = Weights(self._place, self._file("weights"), self.layout, self._model, self._learner, copies)
+        path, life = self._file("weights"), self._life
+        weights = Weights(self._place, path, self.layout, self._model, self._learner, copies, life)
+        if weights.epoch != life.epoch:
+            life.look()
         if out is None:
             return weights
         with weights:
@@ -244,14 +256,17 @@ class Contributor:
         return weights.version
 
     def step(self) -> Step:
-        """Begins a contribution. Raises Busy if another thread has begun one and not ended it."""
+        """Begins a contribution. Raises Busy if another thread has begun one and not ended it.
+
+        Raises RolledBack if the job was restored since the last call: gradients are then of weights that are undone.
+        """
         self._check()
         self._check_process()
         with self._lock:
             before = self._step() if self._step is not None else None
             if before is not None and not before.has_ended:
                 raise Busy(f"{self.path}: another step has begun, and has to end first", errno.EBUSY)
-            step = Step(self._place, self._file("gradients"), self.layout, self._model, self._learner)
+            step = Step(self._place, self._file("gradients"), self.layout, self._model, self._life, self._learner)
             self._step = weakref.ref(step)
         return step
 
@@ -271,7 +286,14 @@ class Contributor:
         return os.path.join(self.path, name)
 
     def _explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        return explained(doing, self._model, self._learner, words=False)
+        return explained(doing, self._model, self._learner, False, self._life)
+
+    def _begin_anew(self) -> None:
+        """The job was restored. A step that has begun is of the life before, and counts for nothing."""
+        step = self._step() if self._step is not None else None
+        if step is not None:
+            with contextlib.suppress(errors.GradfsError):
+                step.abort()
 
     def _check(self) -> None:
         if self._is_closed:
@@ -289,12 +311,16 @@ class Learner(Contributor):
     the learner can pull, but neither contribute nor leave.
     """
 
-    def __init__(self, place: Place, model: str, layout: Layout, path: str, is_own: bool) -> None:
-        super().__init__(place, model, layout, path)
+    def __init__(
+        self, place: Place, model: str, layout: Layout, path: str, is_own: bool, of: Life | None = None
+    ) -> None:
+        super().__init__(place, model, layout, path, of)
         self._pid = os.getpid()
+        self._incarnation: list[Any] = [None]
         with self._explained(f"learner {self.name}"):
-            incarnation = self._status()["incarnation"]
-        self._leave = weakref.finalize(self, _leave, place, path, incarnation, self._pid) if is_own else None
+            self._incarnation[0] = self._status()["incarnation"]
+        about = self._incarnation, self._life, self._pid
+        self._leave = weakref.finalize(self, _leave, place, path, *about) if is_own else None
 
     @property
     def name(self) -> str:
@@ -344,6 +370,12 @@ class Learner(Contributor):
     def __repr__(self) -> str:
         return f"<Learner {self.path}>"
 
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        # The mount has had it join again. If it could not, the next call says so.
+        with contextlib.suppress(OSError, KeyError):
+            self._incarnation[0] = self._status()["incarnation"]
+
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise Closed(f"{self.path} belongs to process {self._pid}, from which this one was forked: join again")
@@ -353,27 +385,27 @@ class Learner(Contributor):
         return {key: _number(value) if key not in ("id", "phase", "job") else value for key, value in pairs}
 
 
-def join(place: Place, model: str, layout: Layout, name: str | None) -> Learner:
+def join(place: Place, model: str, layout: Layout, name: str | None, of: Life) -> Learner:
     """Makes a learner, of a free name if none is given."""
     while True:
         chosen = name if name is not None else _free_name()
         path = os.path.join(model, "learners", chosen)
         try:
-            with explained(f"join as {chosen}", model, words=False):
+            with explained(f"join as {chosen}", model, words=False, life=of):
                 place.join(path)
         except Busy as error:
             if name is not None or error.errno != errno.EEXIST:
                 raise
             continue
         try:
-            return Learner(place, model, layout, path, is_own=True)
+            return Learner(place, model, layout, path, True, of)
         except BaseException:
             with contextlib.suppress(OSError):
                 place.leave(path)
             raise
 
 
-def find(place: Place, model: str, layout: Layout, path_or_name: str | os.PathLike[str]) -> Learner:
+def find(place: Place, model: str, layout: Layout, path_or_name: str | os.PathLike[str], of: Life) -> Learner:
     """A learner that somebody else has made."""
     given = os.fspath(path_or_name)
     path = given if "/" in given else os.path.join(model, "learners", given)
@@ -381,7 +413,7 @@ def find(place: Place, model: str, layout: Layout, path_or_name: str | os.PathLi
         raise NotMounted(f"{given} is no learner of {model}")
     if not os.path.isdir(path):
         raise Left(f"there is no learner {os.path.basename(path)} in {model}", errno.ENOENT)
-    return Learner(place, model, layout, path, is_own=False)
+    return Learner(place, model, layout, path, False, of)
 
 
 def _free_name() -> str:
@@ -389,7 +421,7 @@ def _free_name() -> str:
     return f"{host[:32] or 'learner'}-{os.getpid()}-{next(_numbers)}"
 
 
-def _leave(place: Place, path: str, incarnation: Any, pid: int) -> None:
+def _leave(place: Place, path: str, incarnation: list[Any], life: Life, pid: int) -> None:
     """Takes a learner out of its job, unless it belongs to another process, or its name to another learner."""
     if os.getpid() != pid:
         return
@@ -401,7 +433,8 @@ def _leave(place: Place, path: str, incarnation: Any, pid: int) -> None:
             if error.errno != errno.ENOTCONN:
                 raise
             lines = []
-        if not lines or f"incarnation: {incarnation}" in lines:
+        # In a life of which it has not heard, the mount has had it join again under another incarnation.
+        if not lines or f"incarnation: {incarnation[0]}" in lines or life.is_over():
             place.leave(path)
 
 

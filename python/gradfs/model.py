@@ -82,11 +82,12 @@ class Model(Contributor):
     def wait(self, newer_than: int | None = None, timeout: float | None = None) -> int:
         """Waits until a version is newer than the given one, or than the newest now, and returns its number.
 
-        Raises Timeout after as many seconds. Without `timeout` it waits for as long as it takes.
+        Raises Timeout after as many seconds. Without `timeout` it waits for as long as it takes. Raises RolledBack if
+        the job was restored since the last call.
         """
         self._check()
         with self._explained("version"):
-            version, is_newer = self._place.wait(self._model, newer_than, timeout)
+            version, is_newer = self._place.wait(self._model, newer_than, timeout, self._life)
         if not is_newer:
             than = version if newer_than is None else newer_than
             raise Timeout(f"no version newer than {than} within {timeout} s", errno.ETIMEDOUT)
@@ -141,7 +142,7 @@ class Model(Contributor):
         if isinstance(values, Mapping):
             self._check_all(values)
             arrays.checked(self.layout, values, "publish")
-        with Step(self._place, self._file("publish"), self.layout, self._model) as step:
+        with Step(self._place, self._file("publish"), self.layout, self._model, self._life) as step:
             written: set[str] = set()
             for part in parts:
                 step.update(part)
@@ -177,7 +178,7 @@ class Model(Contributor):
         `with model.join() as learner:` leaves the job however the block ends. Raises Busy if the name is in use.
         """
         self._check()
-        return learner.join(self._place, self._model, self.layout, name)
+        return learner.join(self._place, self._model, self.layout, name, self._life)
 
     def learner(self, path_or_name: str | os.PathLike[str]) -> Learner:
         """A learner that somebody else has made, as `gradfs run` does for a process (`GRADFS_LEARNER`).
@@ -185,7 +186,7 @@ class Model(Contributor):
         Its `with` leaves nothing. Raises Left if it is not there.
         """
         self._check()
-        return learner.find(self._place, self._model, self.layout, path_or_name)
+        return learner.find(self._place, self._model, self.layout, path_or_name, self._life)
 
     def __enter__(self) -> Model:
         return self

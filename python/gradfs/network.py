@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import NotMounted, Worded, named
+from .lives import Life
 from .places import COUNTS, Loan, Sink, Version, mapped
 
 _LIBRARY = "libmodelio.so.0"
@@ -266,7 +267,7 @@ class Network:
     def names(self, path: str) -> list[str]:
         return self.read(path).split()
 
-    def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
+    def wait(self, model: str, newer_than: int | None, timeout: float | None, life: Life) -> tuple[int, bool]:
         version = ctypes.c_uint64()
         if newer_than is None:
             newer_than = int(self.read(f"{model}/version"))
@@ -282,9 +283,17 @@ class Network:
             return version.value, False
         return version.value, True
 
-    def epoch(self, model: str) -> int | None:
+    def about(self, model: str) -> Version | None:
         # A connection belongs to one life of the model.
         return None
+
+    def restoration(self, model: str) -> tuple[Version, int]:
+        now = Network(self._url)
+        loan = now.lend(model, None)
+        loan.end(True)
+        meta = json.loads(now.read(f"{self._url}/versions/{loan.version}/meta.json"))
+        restored = json.loads(now.read(f"{self._url}/status.json")).get("restored", 0)
+        return Version(loan.version, loan.epoch, meta), restored
 
     def map(self, path: str, size: int, copies: bool) -> tuple[Version, memoryview]:
         handle, _ = self._of(path)
@@ -327,7 +336,7 @@ class Network:
             _call("close", weights)
             raise
 
-    def sink(self, path: str) -> Sink:
+    def sink(self, path: str, life: Life) -> Sink:
         handle, name = self._of(path)
         if name == b"publish":
             return _Write(_opened("publish", self._model), self._timeout(), True)

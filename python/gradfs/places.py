@@ -10,12 +10,15 @@ import select
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from .lending import MountLoan
 
-# Seconds that one call of poll waits. It could take 24 days.
-_LONGEST_POLL = 3600.0
+if TYPE_CHECKING:
+    from .lives import Life
+
+# Seconds that one call of poll waits, before it is looked whether the model was restored.
+_LONGEST_POLL = 1.0
 # What an error says if a contribution that was to be taken back counts.
 COUNTS = "counts after all"
 
@@ -71,11 +74,17 @@ class Place(Protocol):
     def names(self, path: str) -> list[str]:
         """The names in a directory."""
 
-    def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
-        """Waits for a version newer than this, or than the newest now. Gives the newest, and whether that is newer."""
+    def wait(self, model: str, newer_than: int | None, timeout: float | None, life: Life) -> tuple[int, bool]:
+        """Waits for a version newer than this, or than the newest now. Gives the newest, and whether that is newer.
 
-    def epoch(self, model: str) -> int | None:
-        """The life of the model that is there now. None if there is none, or no other one can come in its place."""
+        Raises RolledBack if the `life` is over.
+        """
+
+    def about(self, model: str) -> Version | None:
+        """The newest version. None if there is none, or no version of another life can come in its place."""
+
+    def restoration(self, model: str) -> tuple[Version, int]:
+        """The newest version of a model that was restored, also without a mount, and how often it was."""
 
     def map(self, path: str, size: int, copies: bool) -> tuple[Version, memoryview]:
         """The version that `weights` shows, and its bytes. They may be changed, for this process alone.
@@ -89,8 +98,8 @@ class Place(Protocol):
     def lend(self, model: str, version: int | None) -> Loan:
         """Borrows the memory of a version, or of the newest. The descriptor is the caller's."""
 
-    def sink(self, path: str) -> Sink:
-        """Begins to write `gradients` or `publish`."""
+    def sink(self, path: str, life: Life) -> Sink:
+        """Begins to write `gradients` or `publish`. Raises RolledBack if the `life` is over."""
 
     def join(self, path: str) -> None:
         """Makes a learner."""
@@ -105,9 +114,14 @@ class Place(Protocol):
 class _File:
     """A file that is written."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, life: Life) -> None:
         # Without O_TRUNC, a contribution may be a part of the model.
         self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            life.check(os.path.basename(path), self._file)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, buffers: list[memoryview], at: int) -> int:
         return os.pwritev(self._file, buffers, at)
@@ -158,10 +172,11 @@ class Files:
     def names(self, path: str) -> list[str]:
         return os.listdir(path)
 
-    def wait(self, model: str, newer_than: int | None, timeout: float | None) -> tuple[int, bool]:
+    def wait(self, model: str, newer_than: int | None, timeout: float | None, life: Life) -> tuple[int, bool]:
         deadline = None if timeout is None else time.monotonic() + timeout
         file = os.open(os.path.join(model, "version"), os.O_RDONLY | os.O_CLOEXEC)
         try:
+            life.check("version", file)
             poll = select.poll()
             poll.register(file, select.POLLIN)
             while True:
@@ -172,13 +187,18 @@ class Files:
                 if version > newer_than or left <= 0:
                     return version, version > newer_than
                 poll.poll(min(left, _LONGEST_POLL) * 1000 + 1)
+                life.look()
         finally:
             os.close(file)
 
-    def epoch(self, model: str) -> int | None:
+    def about(self, model: str) -> Version | None:
         with contextlib.suppress(OSError):
-            return int(os.getxattr(os.path.join(model, "weights"), "user.gradfs.epoch"))
+            return Version(**json.loads(os.getxattr(os.path.join(model, "weights"), "user.gradfs.about")))
         return None
+
+    def restoration(self, model: str) -> tuple[Version, int]:
+        restored = json.loads(self.read(os.path.join(model, "status.json"))).get("restored", 0)
+        return self.about(model) or Version(-1, 0, {}), restored
 
     def map(self, path: str, size: int, copies: bool) -> tuple[Version, memoryview]:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -197,8 +217,8 @@ class Files:
     def lend(self, model: str, version: int | None) -> Loan:
         return MountLoan(model, version)
 
-    def sink(self, path: str) -> Sink:
-        return _File(path)
+    def sink(self, path: str, life: Life) -> Sink:
+        return _File(path, life)
 
     def join(self, path: str) -> None:
         os.mkdir(path)

@@ -9,6 +9,7 @@ from . import arrays
 from .arrays import View
 from .errors import Closed, explained
 from .layout import Layout
+from .lives import Life
 from .places import Place
 
 __all__ = ["View", "Weights"]
@@ -26,11 +27,18 @@ class Weights(Mapping[str, View]):
     """Tells them from `Changes`, which have the elements alone that differ."""
 
     def __init__(
-        self, place: Place, path: str, layout: Layout, model: str, learner: str | None = None, copies: bool = False
+        self,
+        place: Place,
+        path: str,
+        layout: Layout,
+        model: str,
+        learner: str | None = None,
+        copies: bool = False,
+        life: Life | None = None,
     ) -> None:
         self.layout = layout
         self._memory: memoryview | None
-        with explained("weights", model, learner):
+        with explained("weights", model, learner, life=life):
             about, self._memory = place.map(path, layout.nbytes, copies)
         self.version = about.version
         """The number of the version."""

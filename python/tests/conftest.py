@@ -140,11 +140,11 @@ def program(tmp_path):
     """Runs a Python program with gradfs, and returns its process. It is killed at the end, if it still runs."""
     running = []
 
-    def run(text, *arguments, **options):
+    def run(text, *arguments, environ=None, **options):
         file = tmp_path / f"program{len(running)}.py"
         file.write_text(text)
         paths = [str(Path(gradfs.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environ or {})}
         process = subprocess.Popen(
             [sys.executable, str(file), *map(str, arguments)],
             env=environment,

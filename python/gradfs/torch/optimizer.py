@@ -134,6 +134,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         os.register_at_fork(after_in_child=lambda: _forget(me))
         self._sync.is_remote = True
         process.joined(attached, self)
+        self.files.life.tell(self._begin_anew)
 
     def _first_file(self, to: Path) -> None:
         create_from(self.module, to)
@@ -356,7 +357,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Contributes the gradients, and brings the version that they are in. Returns the loss of a closure.
 
         Nothing counts if it raises. Under a GradScaler, all learners skip a step in which one of them has found Inf or
-        NaN.
+        NaN. After RolledBack, the module has the weights that the job goes on from, and no gradients.
         """
         if self._pid != os.getpid():
             raise Closed("this process was forked: its parent is the learner, and takes the steps")
@@ -458,6 +459,20 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """The job's ``status.json``."""
         status: dict[str, Any] = json.loads((self.files.model / "status.json").read_text())
         return status
+
+    def _begin_anew(self) -> None:
+        """The job was restored. So is the module, from the job's weights. Schedulers are the program's to take back."""
+        if self._closed:
+            return
+        self._end()
+        super().zero_grad()
+        self._staging.close()
+        self._staging = type(self._staging)(self.files, self._trained, self._buffers)
+        self._staging.pull()
+        self._known = {name: self._read(name) for name in self._known}
+        if not self._follows:
+            # The next step writes what the program has.
+            self._hyper = []
 
     def _use(self, kind: type[Copied | Mapped]) -> None:
         if not isinstance(self._staging, kind):

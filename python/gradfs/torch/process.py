@@ -11,6 +11,7 @@ from gradfs import job
 from gradfs.errors import GradfsError
 
 if TYPE_CHECKING:
+    from gradfs.lives import Life
     from gradfs.torch.optimizer import RemoteOptimizer
 
 
@@ -115,6 +116,11 @@ def learner() -> Path:
     if _process.attached is None or _process.attached.learner is None:
         raise GradfsError("the job begins with gradfs.torch.remote(optimizer, module): call it first")
     return _process.attached.learner
+
+
+def life() -> Life | None:
+    """What this process's optimizer knows of its model's life."""
+    return None if _process.optimizer is None else _process.optimizer.files.life
 
 
 def _world() -> job.World:

@@ -98,7 +98,8 @@ def reduce(op: str, numbers: Iterable[float], opened: Callable[[Path], int] | No
     model = learner.parent.parent
     path = learner / "all_reduce"
     line = f"{op} {' '.join(map(repr, values))}\n".encode()
-    with explained(f"all_reduce by {learner.name}", str(model), str(learner)):
+    life = process.life()
+    with explained(f"all_reduce by {learner.name}", str(model), str(learner), life=life):
         try:
             file = opened(path) if opened else os.open(path, os.O_RDWR)
         except FileNotFoundError:
@@ -106,6 +107,8 @@ def reduce(op: str, numbers: Iterable[float], opened: Callable[[Path], int] | No
                 raise GradfsError(f"this gradfs has no {path}: a newer one adds up numbers of learners") from None
             raise
         try:
+            if life is not None:
+                life.check("all_reduce", file)
             answer = _answer(file, line, model)
         finally:
             os.close(file)

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import torch
 
+from gradfs import places
 from gradfs.errors import explained
 from gradfs.layout import Layout, Tensor
+from gradfs.lives import Life
 from gradfs.torch.patience import Patience
 
 #: Pieces of memory that one pwritev or preadv takes.
@@ -103,9 +105,10 @@ class Files:
         self.learner, self.model = learner, learner.parent.parent
         self.layout = Layout.parse((self.model / "layout").read_text())
         self.host = Host()
+        self.life = Life(places.Files(), str(self.model))
 
     def explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        return explained(f"{doing} of {self.learner.name}", str(self.model), str(self.learner))
+        return explained(f"{doing} of {self.learner.name}", str(self.model), str(self.learner), life=self.life)
 
     def patiently(self, call: Callable[[], int]) -> int:
         """The call's result. A timeout is repeated while the job waits for a learner that may still come.
@@ -135,6 +138,16 @@ class Files:
         path = self.learner / "weights"
         return self.patiently(lambda: os.open(path, os.O_RDONLY))
 
+    def open_gradients(self, flags: int) -> int:
+        """A descriptor that belongs to this life of the model. Raises RolledBack if another one has begun."""
+        file = os.open(self.learner / "gradients", flags)
+        try:
+            self.life.check(f"gradients {flags}", file)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
     def read(self, slots: Iterable[Slot]) -> None:
         """Reads weights into the tensors' own memory."""
         with self.explained("reading weights"), _closing(self.open_weights()) as file:
@@ -157,7 +170,7 @@ class Copied:
         """Contributes all gradients and float buffers. Nothing of them counts if it raises."""
         with self.files.explained("a step"):
             if self._file < 0:
-                self._file = os.open(self.files.learner / "gradients", os.O_WRONLY)
+                self._file = self.files.open_gradients(os.O_WRONLY)
             given = [(slot.at.offset, slot.tensor.grad) for slot in self.trained if slot.tensor.grad is not None]
             given += [(slot.at.offset, slot.tensor) for slot in self.buffers]
             try:
@@ -204,7 +217,7 @@ class Mapped:
                 self._views[slot] = view_of(self._memory, slot)
 
     def _opened(self) -> int:
-        return os.open(self.files.learner / "gradients", os.O_RDWR | os.O_DIRECT)
+        return self.files.open_gradients(os.O_RDWR | os.O_DIRECT)
 
     def complete(self, slot: Slot) -> None:
         """Moves a gradient into the mapping, where a later backward of the same step adds to it."""
