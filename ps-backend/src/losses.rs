@@ -66,14 +66,15 @@ impl LossWatch {
     }
 
     /// The registry's answer. Returns the models to be restored now; [`Self::ended`] follows for each.
-    pub fn lost(&mut self, Losses { models, needed, rank }: Losses, now: Now) -> Vec<LostModel> {
+    pub fn lost(&mut self, me: ShardId, Losses { models, needed, rank }: Losses, now: Now) -> Vec<LostModel> {
         self.refused.retain(|shard, _| needed.iter().any(|of| of.shard == *shard));
         self.needed = needed;
         let is_lost = |name: &str| models.iter().any(|of| of.model == name);
         self.known.retain(|name, known| known.is_under_way || is_lost(name));
-        let turn = TURN * rank + SURE;
         let mut due = Vec::new();
         for lost in models {
+            // That this shard was started anew it alone knows.
+            let turn = if lost.shards == [me] { SURE } else { TURN * rank + SURE };
             let new = || Known { since: now, failures: 0, next: now, is_under_way: false };
             let known = self.known.entry(lost.model.clone()).or_insert_with(new);
             if !known.is_under_way && known.since + turn <= now && known.next <= now {
@@ -105,6 +106,8 @@ mod tests {
 
     use super::*;
 
+    const ME: ShardId = ShardId(1);
+
     fn shard(number: u16) -> ShardRecord {
         let (address, host, rdma) = (format!("node{number}:7070"), String::new(), String::new());
         ShardRecord { shard: ShardId(number), address, host, draining: false, rdma }
@@ -127,18 +130,18 @@ mod tests {
             watch.watched(ShardId(me)).into_iter().map(|of| of.shard.0).collect::<Vec<_>>()
         };
         assert!(watched(&watch, 1).is_empty());
-        watch.lost(Losses { models: Vec::new(), ..losses(1, 0) }, at(0));
+        watch.lost(ME, Losses { models: Vec::new(), ..losses(1, 0) }, at(0));
         assert_eq!(watched(&watch, 1), [2, 3]);
         assert_eq!(watched(&watch, 3), [4, 1]);
         assert_eq!(watched(&watch, 7), [1, 2]);
-        watch.lost(Losses { needed: vec![shard(1)], models: Vec::new(), rank: 0 }, at(1));
+        watch.lost(ME, Losses { needed: vec![shard(1)], models: Vec::new(), rank: 0 }, at(1));
         assert!(watched(&watch, 1).is_empty(), "itself");
     }
 
     #[test]
     fn a_shard_is_dead_when_nobody_listens_twice_in_a_row() {
         let mut watch = LossWatch::default();
-        watch.lost(losses(1, 0), at(0));
+        watch.lost(ME, losses(1, 0), at(0));
         assert!(!watch.probed(ShardId(2), true) && watch.is_anxious());
         assert!(!watch.probed(ShardId(2), false) && !watch.probed(ShardId(2), true));
         assert!(watch.probed(ShardId(2), true));
@@ -149,31 +152,40 @@ mod tests {
         for (rank, begins) in [(0, 300), (1, 3_300), (2, 6_300)] {
             let mut watch = LossWatch::default();
             for now in (0..begins).step_by(100) {
-                assert!(watch.lost(losses(7, rank), at(now)).is_empty(), "{rank} at {now}");
+                assert!(watch.lost(ME, losses(7, rank), at(now)).is_empty(), "{rank} at {now}");
             }
-            assert_eq!(watch.lost(losses(7, rank), at(begins)).len(), 1, "{rank}");
-            assert!(watch.lost(losses(7, rank), at(begins + 100)).is_empty(), "it is under way");
+            assert_eq!(watch.lost(ME, losses(7, rank), at(begins)).len(), 1, "{rank}");
+            assert!(watch.lost(ME, losses(7, rank), at(begins + 100)).is_empty(), "it is under way");
         }
+    }
+
+    #[test]
+    fn a_shard_that_was_started_anew_restores_what_it_has_lost_at_once() {
+        let mut watch = LossWatch::default();
+        let mut own = losses(7, 5);
+        own.models[0].shards = vec![ME];
+        assert!(watch.lost(ME, own.clone(), at(0)).is_empty());
+        assert_eq!(watch.lost(ME, own, at(300)).len(), 1);
     }
 
     #[test]
     fn a_loss_that_is_made_good_is_forgotten() {
         let mut watch = LossWatch::default();
-        assert!(watch.lost(losses(7, 0), at(0)).is_empty());
-        assert!(watch.lost(Losses::default(), at(200)).is_empty() && !watch.is_anxious());
-        assert!(watch.lost(losses(7, 0), at(400)).is_empty(), "it begins anew");
+        assert!(watch.lost(ME, losses(7, 0), at(0)).is_empty());
+        assert!(watch.lost(ME, Losses::default(), at(200)).is_empty() && !watch.is_anxious());
+        assert!(watch.lost(ME, losses(7, 0), at(400)).is_empty(), "it begins anew");
     }
 
     #[test]
     fn what_fails_is_tried_again_later_and_later() {
         let (mut watch, mut now) = (LossWatch::default(), 300);
-        watch.lost(losses(7, 0), at(0));
+        watch.lost(ME, losses(7, 0), at(0));
         for pause in [1, 2, 4, 8, 16, 32, 32] {
             // Each try has made another life.
-            assert_eq!(watch.lost(losses(now, 0), at(now)).len(), 1);
+            assert_eq!(watch.lost(ME, losses(now, 0), at(now)).len(), 1);
             assert_eq!(watch.ended("m", false, at(now)), pause == 1, "said once");
             now += pause * 1_000;
-            assert!(watch.lost(losses(now, 0), at(now - 1)).is_empty());
+            assert!(watch.lost(ME, losses(now, 0), at(now - 1)).is_empty());
         }
     }
 }

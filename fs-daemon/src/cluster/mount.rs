@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use libmodelio::client::{ClientOptions, Job, RelayPort, TransportChoice};
 use libmodelio::registry::Registry;
@@ -49,7 +50,6 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
                 .hint("make one: gradfs create NAME --model FILE.safetensors --registry …");
             return Err(explain_new_registry(&config.registry, error));
         }
-        let shards = registry.shards(deadline()).map_err(failed)?;
         let reactor = ReactorOptions {
             threads: config.mounting.threads,
             choice: config.io,
@@ -65,11 +65,11 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
                 return Err(Error::usage(format!("more than {MAX_MODELS} models")));
             }
             let record = found.registry.model(name, deadline()).map_err(failed)?;
-            if !record.ready && found.config.models.is_empty() {
+            if !record.ready && record.lineage.restored == 0 && found.config.models.is_empty() {
                 tracing::warn!(model = %name, "still being created: shown when it is there");
                 continue;
             }
-            models.push(found.connect(&record, &shards)?);
+            models.push(found.begin(record)?);
         }
         if models.is_empty() {
             let error = Error::new(format!("of the models at {} none is there yet", found.config.registry));
@@ -93,7 +93,42 @@ struct Found {
     complained: HashMap<String, String>,
 }
 
+/// A model that is being restored is waited for so long.
+const RESTORED: Duration = Duration::from_secs(60);
+/// The pause before the registry is asked again whether it is there.
+const LOOKS: Duration = Duration::from_millis(200);
+
 impl Found {
+    /// Takes part in a model. If it is restored meanwhile, in its next life.
+    fn begin(&mut self, mut record: ModelRecord) -> Result<Arc<Model>, Error> {
+        let (at, until) = (self.config.registry.clone(), Instant::now() + RESTORED);
+        let failed = |error| registry_error(&at, error);
+        loop {
+            let is_restored = |record: &ModelRecord| !record.ready && record.lineage.restored > 0;
+            let before = (record.generation, is_restored(&record));
+            let begun = match before.1 && Instant::now() < until {
+                true => None,
+                false => {
+                    let shards = self.registry.shards(deadline()).map_err(failed)?;
+                    Some(self.connect(&record, &shards))
+                }
+            };
+            match begun {
+                Some(Ok(model)) => return Ok(model),
+                Some(Err(error)) => {
+                    record = self.registry.model(&record.name, deadline()).map_err(failed)?;
+                    if record.generation == before.0 && !is_restored(&record) || Instant::now() >= until {
+                        return Err(error);
+                    }
+                }
+                None => {
+                    std::thread::sleep(LOOKS);
+                    record = self.registry.model(&record.name, deadline()).map_err(failed)?;
+                }
+            }
+        }
+    }
+
     fn connect(&mut self, record: &ModelRecord, shards: &[ShardRecord]) -> Result<Arc<Model>, Error> {
         let is_first = self.lives.is_empty();
         if is_first {

@@ -63,7 +63,7 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     })?;
     let store = snapshot.as_ref().filter(|of| of.head().model == *name).and_then(Stored::store);
     if let Some(store) = store
-        && let Err(error) = store.claim(name, record.generation, true)
+        && let Err(error) = store.claim((name, record.generation, &record.lineage), true)
     {
         tracing::warn!("the snapshots in {} still belong to the job before: {error}", store.url());
     }

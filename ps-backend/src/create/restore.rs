@@ -43,8 +43,9 @@ pub fn restore(
     let (mut damaged, mut passed_over) = (Vec::new(), BTreeSet::new());
     let store = lost.lineage.store.clone();
     let shelf = Shelf::open(&store).map_err(SnapshotError::from)?;
-    while let Some(version) = newest(&shelf, &passed_over)? {
-        let is_newest = || Ok(newest(&shelf, &passed_over)? == Some(version));
+    while let Some(name) = newest(&shelf, &passed_over)? {
+        let version = Shelf::version_of(&name).unwrap_or_default();
+        let is_newest = || Ok(newest(&shelf, &passed_over)?.as_ref() == Some(&name));
         match restore_from(registry, &mut lost, (&store, version), by, (begins, &is_newest)) {
             Ok(None) => {}
             Ok(Some((record, begins_at))) => {
@@ -52,7 +53,7 @@ pub fn restore(
             }
             Err(CreateError::Source(error)) if error.is_damage() => {
                 damaged.push(format!("version {version}: {error}"));
-                passed_over.insert(version);
+                passed_over.insert(name);
             }
             Err(error) => return Err(error),
         }
@@ -64,11 +65,10 @@ pub fn restore(
     Err(SnapshotError::Nothing(why).into())
 }
 
-/// The newest snapshot of a store, but for some.
-fn newest(shelf: &Shelf, passed_over: &BTreeSet<Version>) -> Result<Option<Version>, SnapshotError> {
+/// The name of the newest snapshot of a store, but for some.
+fn newest(shelf: &Shelf, passed_over: &BTreeSet<String>) -> Result<Option<String>, SnapshotError> {
     let names = shelf.names()?;
-    let versions = names.iter().filter_map(|name| Shelf::version_of(name));
-    Ok(versions.filter(|version| !passed_over.contains(version)).max())
+    Ok(names.into_iter().rfind(|name| !passed_over.contains(name)))
 }
 
 /// Restores one snapshot. `lost` is the life that it goes on from; after a failure that may be another one. If the life
@@ -107,7 +107,7 @@ fn restore_from(
     registry.succeed(&record, (lost.generation, lost.epoch), Instant::now() + PROMPT)?;
     let before = std::mem::replace(lost, record.clone());
     // From here on the life before adds no snapshot.
-    Shelf::open(store).map_err(SnapshotError::from)?.claim(&name, generation, true)?;
+    Shelf::open(store).map_err(SnapshotError::from)?.claim((&name, generation, &record.lineage), true)?;
     forget(&before, &all);
     if !is_newest()? {
         return Ok(None);

@@ -45,7 +45,8 @@ pub(super) fn run(shared: &Weak<Shared>) {
     let (ends, ended) = channel();
     let (watch, making, began) = (LossWatch::default(), Arc::default(), Instant::now());
     let mut restorer = Restorer { watch, making, ends, ended, began };
-    let mut looks = 0;
+    // What it has lost by being started anew is restored soon.
+    let mut looks = LOOKS;
     loop {
         let Some(shared) = shared.upgrade() else { return };
         shared.ending.pause(TICK);
@@ -106,7 +107,7 @@ impl Restorer {
         let asks = if held.is_empty() && self.has_many(shared) { Default::default() } else { shard };
         let losses = shared.directory.ask(|registry, deadline| registry.losses(asks, &held, deadline));
         let Ok(losses) = losses else { return };
-        for lost in self.watch.lost(losses, self.began.elapsed()) {
+        for lost in self.watch.lost(shard, losses, self.began.elapsed()) {
             let (of, making, ends) = (Arc::clone(shared), Arc::clone(&self.making), self.ends.clone());
             let model = lost.model.clone();
             let restores = move || {

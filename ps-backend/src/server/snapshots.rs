@@ -80,14 +80,15 @@ fn take_here(
 ) -> Result<Version, Refusal> {
     let shelf = Shelf::open(to).map_err(Refusal::other)?;
     // First of all, so that nothing is held up for a store that cannot be written.
-    shelf.claim(model, generation, false).map_err(Refusal::other)?;
+    let lineage = shared.models.lock().get(model).map(|of| of.record.lineage.clone()).unwrap_or_default();
+    shelf.claim((model, generation, &lineage), false).map_err(Refusal::other)?;
     shelf.begin(snapshot, generation).map_err(Refusal::other)?;
     let written = write_all(shared, save, (model, generation, epoch), (snapshot, &shelf), here);
     if written.is_err() {
         let _ = shelf.abandon(snapshot);
     }
     let version = written?;
-    let collect = |keep| shelf.check_claim(generation).and_then(|()| shelf.collect(keep, generation));
+    let collect = |keep| shelf.check_claim(generation).and_then(|_| shelf.collect(keep, generation));
     let collected = keep.map_or(Ok(()), collect);
     if let Err(error) = collected {
         tracing::warn!(model, "older snapshots, or parts of one, are not removed: {error}");
@@ -117,10 +118,10 @@ fn write_all(
         if now != epoch {
             return Err(Refusal::Epoch { expected: now, got: epoch });
         }
-        shelf.check_claim(generation).map_err(Refusal::other)?;
+        let claim = shelf.check_claim(generation).map_err(Refusal::other)?;
         let (of, settings) = (taken.record.clone(), taken.settings.clone());
         let head = Head::of(&record, of, settings).map_err(Refusal::other)?;
-        shelf.add(snapshot, head, now_in_seconds(), places).map_err(Refusal::other)
+        shelf.add((snapshot, claim), head, now_in_seconds(), places).map_err(Refusal::other)
     });
     // A shard that misses this gives its copy up by itself.
     let release = Message::Release { generation, snapshot };

@@ -82,7 +82,11 @@ impl Restoring {
                 self.stage = Stage::Takes(Box::new(record), owners, snapshot, begins.0);
             }
             Stage::Takes(record, owners, snapshot, begins) => {
-                world.claim = record.generation;
+                // A later life of the lineage has it.
+                if world.claim.1 >= record.lineage.restored {
+                    return Err(false);
+                }
+                world.claim = (record.generation, record.lineage.restored);
                 for other in 0..world.shards.len() {
                     let old: Vec<Generation> = world.shards[other].held.iter().copied().collect();
                     // A message may be lost: then the shard hears of it from the registry.
@@ -92,7 +96,7 @@ impl Restoring {
                         }
                     }
                 }
-                self.stage = match newest(world).is_some_and(|of| of.version != snapshot.version) {
+                self.stage = match newest(world).is_some_and(|of| (of.claim, of.version) != (snapshot.claim, snapshot.version)) {
                     true => Stage::Begins(record),
                     false => Stage::Loads(record, owners, snapshot, begins, 0),
                 };
@@ -135,5 +139,6 @@ impl Restoring {
 }
 
 fn newest(world: &World) -> Option<Snapshot> {
-    world.snapshots.iter().max_by_key(|snapshot| snapshot.version).cloned()
+    // Of one claim the last one.
+    world.snapshots.iter().max_by_key(|snapshot| snapshot.claim).cloned()
 }

@@ -29,6 +29,8 @@ pub(super) enum Unanswered {
 
 #[derive(Clone)]
 pub(super) struct Snapshot {
+    /// The number of the claim under which it was written.
+    pub(super) claim: u32,
     pub(super) version: u64,
     pub(super) content: Content,
 }
@@ -85,7 +87,8 @@ pub(super) struct World {
     registry_away_until: u64,
     pub(super) shards: Vec<Shard>,
     pub(super) snapshots: Vec<Snapshot>,
-    pub(super) claim: Generation,
+    /// Whose the store is, and how often that life's model was restored.
+    pub(super) claim: (Generation, u32),
     generations: u64,
     contributions: u32,
     shown: BTreeMap<u64, Content>,
@@ -114,7 +117,7 @@ impl World {
             registry_away_until: 0,
             shards,
             snapshots: Vec::new(),
-            claim: Generation(1),
+            claim: (Generation(1), 0),
             generations: 0,
             contributions: 0,
             shown: BTreeMap::new(),
@@ -358,7 +361,7 @@ impl World {
         let answer = self.ask(shard, &RegistryRequest::Lost { shard: me, held }, &[]);
         let Ok((RegistryAnswer::Losses(losses), _)) = answer else { return };
         let now = self.time();
-        for lost in self.shards[shard].watch.lost(losses, now) {
+        for lost in self.shards[shard].watch.lost(me, losses, now) {
             self.say(format_args!("shard {shard} restores life {} of {:?}", lost.generation, lost.shards));
             self.shards[shard].restoring = Some(Restoring::new(lost.generation));
         }
@@ -403,10 +406,13 @@ impl World {
         let Some(job) = &mut self.shards[shard].job else { return };
         match job.writes.take() {
             None => {
-                let snapshot = Snapshot { version: job.version, content: job.content.clone() };
+                let (version, content) = (job.version, job.content.clone());
+                let snapshot = Snapshot { claim: 0, version, content };
                 job.writes = Some((snapshot, false));
             }
-            Some((snapshot, false)) if claim == job.generation => job.writes = Some((snapshot, true)),
+            Some((snapshot, false)) if claim.0 == job.generation => {
+                job.writes = Some((Snapshot { claim: claim.1, ..snapshot }, true));
+            }
             Some((_, false)) => self.refused_zombies += 1,
             // Another life may have claimed the store since that was looked at.
             Some((snapshot, true)) => {

@@ -266,7 +266,13 @@ impl Shared {
         if let Ok((record, _)) = &found
             && record.lineage.follows(&self.record.lineage)
         {
-            self.is_restored(record);
+            self.is_restored(record.ready);
+            return;
+        }
+        if let Ok((record, _)) = &found
+            && self.is_to_be_restored(record)
+        {
+            self.is_restored(false);
             return;
         }
         let outcome = match found {
@@ -307,9 +313,18 @@ impl Shared {
         self.asked();
     }
 
+    /// Whether the coordinator has come back without this life of the model, and another one is about to begin.
+    fn is_to_be_restored(&self, record: &ModelRecord) -> bool {
+        let inner = self.inner.lock();
+        let known = &self.record;
+        inner.peers.inquiry.lost.is_some()
+            && (record.generation, record.epoch) == (known.generation, inner.peers.routes.epoch)
+            && !record.lineage.store.is_empty()
+    }
+
     /// Blocks were lost, and the model goes on from a snapshot in another life, or is about to. This job ends then, unless
     /// whoever has it begins another one first.
-    fn is_restored(&self, record: &ModelRecord) {
+    fn is_restored(&self, is_there: bool) {
         let tell = {
             let mut inner = self.inner.lock();
             let inquiry = &mut inner.peers.inquiry;
@@ -319,7 +334,7 @@ impl Shared {
                 tracing::warn!(model = %self.model, "blocks are lost: the model is restored from its newest snapshot");
             }
             self.act(inner, actions);
-            record.ready
+            is_there
         };
         match (tell, self.options.is_followed) {
             (true, true) => self.tell(Event::Restored),

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::wire::Lineage;
 use parking_lot::Mutex;
 
 use super::LocalShard;
@@ -111,7 +112,9 @@ impl Saver {
         let shelf = Shelf::open(&settings.to)?;
         let generation = shard.coordinator.life().0;
         let mut takes_over = self.takes_over.lock();
-        shelf.claim(&self.model, generation, takes_over.as_deref() == Some(&*absolute_url(shelf.url())))?;
+        let lineage = Lineage::new(generation, Version(0));
+        let owns = takes_over.as_deref() == Some(&*absolute_url(shelf.url()));
+        shelf.claim((&self.model, generation, &lineage), owns)?;
         // Once: another job may go on from there in turn.
         *takes_over = None;
         drop(takes_over);
@@ -122,7 +125,7 @@ impl Saver {
         let head = Head::new(&self.model, &self.layout, self.metadata.clone(), &controls, record);
         let written = shelf.write_whole((u64::from_le_bytes(random), generation), (head, &copied))?;
         let keep = Keep::of(&settings);
-        let collected = shelf.check_claim(generation).and_then(|()| shelf.collect(keep, generation));
+        let collected = shelf.check_claim(generation).and_then(|_| shelf.collect(keep, generation));
         if let Err(error) = collected {
             tracing::warn!(model = self.model, "older snapshots are not removed: {error}");
         }

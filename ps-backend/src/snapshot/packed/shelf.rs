@@ -59,6 +59,11 @@ pub struct Shelf {
     store: Arc<dyn Objects>,
 }
 
+/// Digits of the number of a snapshot.
+const DIGITS: usize = 16;
+/// Snapshots of each claim have so many numbers.
+const EACH_CLAIM: u64 = 10_000_000_000;
+
 impl Shelf {
     /// The snapshots at an address.
     ///
@@ -193,21 +198,24 @@ impl Shelf {
         self.store.delete(&begun(snapshot))
     }
 
-    /// All parts of a snapshot are written: it counts from now on. Returns its name.
+    /// All parts of a snapshot are written: it counts from now on. Returns its name, which comes behind those of claims
+    /// before, however late these are added.
     ///
     /// # Errors
     /// [`SnapshotError`]; there is no snapshot then.
     pub fn add(
         &self,
-        snapshot: u64,
+        (snapshot, claim): (u64, u64),
         head: Head,
         taken: u64,
         places: Places,
     ) -> Result<String, SnapshotError> {
         // A job that goes on from an older version takes snapshots of lower ones again: the last one is the newest.
         let number = |name: &String| name.split('-').next()?.parse::<u64>().ok();
-        let last = self.names()?.last().and_then(number).unwrap_or(0);
-        let name = format!("{:010}-v{}-{snapshot:016x}", last + 1, head.record.version);
+        let names = self.names()?;
+        let of_claim = names.iter().filter_map(number).filter(|number| number / EACH_CLAIM == claim);
+        let last = of_claim.max().unwrap_or(claim.saturating_mul(EACH_CLAIM));
+        let name = format!("{:0DIGITS$}-v{}-{snapshot:016x}", last + 1, head.record.version);
         let text = Description::new(head, taken, places)?.encode()?;
         let object = format!("{DESCRIPTIONS}/{name}.json");
         match self.store.put(&object, &[text.as_bytes()], Existing::Kept) {
@@ -245,14 +253,20 @@ impl Shelf {
                 Err(error) => return Err(error.into()),
             }
         }
-        let (mut described, mut unread) = (Vec::new(), None);
+        let (mut described, mut unread, mut damaged) = (Vec::new(), None, Vec::new());
         for name in self.names()? {
             // A mark that was left behind protects nothing.
             number_of(&name).map(|snapshot| running.remove(&snapshot));
             match self.description(&name) {
                 Ok(description) => described.push((name, description)),
+                // Nobody can go on from it, so it needs nothing.
+                Err(error) if error.is_damage() => damaged.push((name, described.len())),
                 Err(error) => unread = Some(error),
             }
+        }
+        // It goes when as many newer ones are there as are kept.
+        for (name, _) in damaged.iter().filter(|(_, at)| described.len() - at >= keep.newest.max(1)) {
+            self.store.delete(&format!("{DESCRIPTIONS}/{name}.json"))?;
         }
         let taken: Vec<u64> = described.iter().map(|(_, description)| description.taken).collect();
         let stay = staying(&taken, keep);
@@ -301,7 +315,7 @@ fn number_of(name: &str) -> Option<u64> {
 fn is_name(name: &str) -> bool {
     let parts: Vec<&str> = name.split('-').collect();
     let [number, _, id] = parts[..] else { return false };
-    let is_number = number.len() == 10 && number.bytes().all(|byte| byte.is_ascii_digit());
+    let is_number = number.len() == DIGITS && number.bytes().all(|byte| byte.is_ascii_digit());
     is_number && Shelf::version_of(name).is_some() && id.len() == 16 && u64::from_str_radix(id, 16).is_ok()
 }
 

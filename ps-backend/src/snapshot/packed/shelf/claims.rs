@@ -2,6 +2,7 @@
 //! goes on from a snapshot takes the store over, and the job before is refused from then on.
 
 use libmodelio::vocabulary::ids::Generation;
+use libmodelio::wire::Lineage;
 use serde::{Deserialize, Serialize};
 
 use super::{FORMAT, Shelf};
@@ -22,6 +23,9 @@ struct Claim {
     model: String,
     /// Its life.
     generation: Generation,
+    /// The first of the lives that it goes on from, and how often it was restored since.
+    first: Generation,
+    restored: u32,
 }
 
 impl Shelf {
@@ -39,14 +43,14 @@ impl Shelf {
         Ok(Some((number, claim.map_err(damaged)?)))
     }
 
-    /// Whether the store still is that of this life.
+    /// Whether the store still is that of this life. Returns the number of its claim.
     ///
     /// # Errors
     /// [`SnapshotError::Claimed`] if it is not.
-    pub fn check_claim(&self, generation: Generation) -> Result<(), SnapshotError> {
+    pub fn check_claim(&self, generation: Generation) -> Result<u64, SnapshotError> {
         match self.last_claim()? {
             Some((_, claim)) if claim.generation != generation => Err(self.claimed(claim)),
-            _ => Ok(()),
+            last => Ok(last.map_or(0, |(number, _)| number)),
         }
     }
 
@@ -55,18 +59,26 @@ impl Shelf {
     }
 
     /// Has the store for the snapshots of a model's life. If somebody has claimed it before, it is taken over or refused.
+    /// Nobody takes it over from a later life of the same lineage.
     ///
     /// # Errors
     /// [`SnapshotError::Claimed`] names whose it is. [`SnapshotError::Nothing`] for a store that lets two make one object.
-    pub fn claim(&self, model: &str, generation: Generation, takes_over: bool) -> Result<(), SnapshotError> {
+    pub fn claim(
+        &self,
+        (model, generation, lineage): (&str, Generation, &Lineage),
+        takes_over: bool,
+    ) -> Result<(), SnapshotError> {
+        let Lineage { first, restored, .. } = *lineage;
         for _ in 0..TRIES {
             let last = self.last_claim()?;
             let number = match last {
                 Some((_, claim)) if claim.generation == generation => return Ok(()),
-                Some((_, claim)) if !takes_over => return Err(self.claimed(claim)),
+                Some((_, claim)) if !takes_over || claim.first == first && claim.restored >= restored => {
+                    return Err(self.claimed(claim));
+                }
                 last => last.map_or(1, |(number, _)| number + 1),
             };
-            let claim = Claim { format: FORMAT, model: model.to_owned(), generation };
+            let claim = Claim { format: FORMAT, model: model.to_owned(), generation, first, restored };
             let text = serde_json::to_string(&claim).map(seal);
             let text = text.map_err(|error| SnapshotError::Invalid(error.to_string()))?;
             let name = format!("{CLAIMS}/{number:010}.json");

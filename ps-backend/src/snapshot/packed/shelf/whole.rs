@@ -40,8 +40,8 @@ impl Shelf {
         let part =
             write_part(&**self.store(), &name, (&before, &Pace::default()), copied.pieces(), &|_| Ok(()))?;
         self.check_packs(&part.places)?;
-        self.check_claim(generation)?;
-        self.add(snapshot, head, now(), part.places)?;
+        let claim = self.check_claim(generation)?;
+        self.add((snapshot, claim), head, now(), part.places)?;
         Ok(part.written)
     }
 }
