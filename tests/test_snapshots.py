@@ -100,6 +100,20 @@ def test_a_run_that_was_saved_and_resumed_ends_bit_equal(start_mount, gradfs, mo
     assert second.weights() == whole[1] and second.version() == 8
 
 
+def test_a_snapshot_of_the_first_format_is_read(start_mount, gradfs, tmp_path):
+    """One that an older release has written: three steps of Adam."""
+    old = Path(__file__).parent / "snapshots/format-1"
+    mount = start_mount("--from", old, name="m")
+    assert mount.version() == 3 and mount.control("reducer") == "adam"
+    assert mount.weights() == (old / "model.safetensors").read_bytes()[-96:]
+    assert gradfs("save", mount.model, tmp_path / "again").returncode == 0
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (old / name).read_bytes()
+    mount.contribute(np.full(24, 0.5, "<f4").tobytes())
+    assert mount.version() == 4
+    assert gradfs("verify", old).returncode == 0
+
+
 def test_a_snapshot_is_what_torch_and_safetensors_read(start_mount, gradfs, model, tmp_path):
     mount = start_mount(model=model, **SETTINGS)
     join(mount)
