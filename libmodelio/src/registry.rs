@@ -235,18 +235,19 @@ pub trait Registry: Send + Sync {
         done(self, RegistryRequest::Succeed { generation, epoch }, &record.encode()?, deadline)
     }
 
-    /// The models that are to be restored. A shard that asks has parts of the models `held`, or is restoring them: at most
-    /// [`MAX_HELD`](crate::wire::MAX_HELD).
+    /// The models that are to be restored. A shard that asks has parts of the models `held`, and `makes` others: at most
+    /// [`MAX_HELD`](crate::wire::MAX_HELD) of each.
     ///
     /// # Errors
     /// Only if the registry does not answer.
     fn losses(
         &self,
         shard: ShardId,
-        held: &[Generation],
+        (held, makes): (&[Generation], &[Generation]),
         deadline: Instant,
     ) -> Result<Losses, RegistryError> {
-        match self.ask(RegistryRequest::Lost { shard, held: held.to_vec() }, &[], deadline)?.0 {
+        let request = RegistryRequest::Lost { shard, held: held.to_vec(), makes: makes.to_vec() };
+        match self.ask(request, &[], deadline)?.0 {
             RegistryAnswer::Losses(losses) => Ok(losses),
             _ => Err(unexpected()),
         }

@@ -213,9 +213,12 @@ pub enum RegistryRequest {
     Lost {
         /// The shard that asks.
         shard: ShardId,
-        /// The models that it has parts of, or is restoring.
+        /// The models that it has parts of.
         #[serde(deserialize_with = "list::<MAX_HELD, _, _>")]
         held: Vec<Generation>,
+        /// Those that it is restoring.
+        #[serde(deserialize_with = "list::<MAX_HELD, _, _>")]
+        makes: Vec<Generation>,
     },
 }
 

@@ -464,8 +464,8 @@ fn registry_request() -> impl Strategy<Value = RegistryRequest> {
         }),
         (id64(Generation), id64(Epoch))
             .prop_map(|(generation, epoch)| RegistryRequest::Succeed { generation, epoch }),
-        (shard(), vec(id64(Generation), 0..4))
-            .prop_map(|(shard, held)| RegistryRequest::Lost { shard, held }),
+        (shard(), vec(id64(Generation), 0..4), vec(id64(Generation), 0..4))
+            .prop_map(|(shard, held, makes)| RegistryRequest::Lost { shard, held, makes }),
     ]
 }
 

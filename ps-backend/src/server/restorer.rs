@@ -101,11 +101,17 @@ impl Restorer {
     /// Asks the registry, and begins what is due.
     fn look(&mut self, shared: &Arc<Shared>) {
         let shard = shared.identity.number();
-        let held = self.held(shared);
+        let held = held(shared);
         // With more than fit into a request, only other shards tell that this one has lost some.
         let held = if held.len() > MAX_HELD { Vec::new() } else { held };
-        let asks = if held.is_empty() && self.has_many(shared) { Default::default() } else { shard };
-        let losses = shared.directory.ask(|registry, deadline| registry.losses(asks, &held, deadline));
+        let asks = if held.is_empty() && shared.models.lock().len() > MAX_HELD / 2 {
+            Default::default()
+        } else {
+            shard
+        };
+        let makes: Vec<Generation> = self.making.lock().iter().copied().collect();
+        let of = (&held[..], &makes[..]);
+        let losses = shared.directory.ask(|registry, deadline| registry.losses(asks, of, deadline));
         let Ok(losses) = losses else { return };
         for lost in self.watch.lost(shard, losses, self.began.elapsed()) {
             let (of, making, ends) = (Arc::clone(shared), Arc::clone(&self.making), self.ends.clone());
@@ -120,20 +126,15 @@ impl Restorer {
             }
         }
     }
+}
 
-    /// The models that this shard has partitions of, is about to have, or makes.
-    fn held(&self, shared: &Shared) -> Vec<Generation> {
-        // What is finished meanwhile goes the way of this order.
-        let mut held: BTreeSet<Generation> = self.making.lock().clone();
-        held.extend(shared.creations.lock().keys());
-        held.extend(shared.incoming.all().iter().map(|incoming| incoming.moved.record.generation));
-        held.extend(shared.models.lock().values().map(|model| model.generation));
-        held.into_iter().collect()
-    }
-
-    fn has_many(&self, shared: &Shared) -> bool {
-        shared.models.lock().len() > MAX_HELD / 2
-    }
+/// The models that this shard has partitions of, or is about to have.
+fn held(shared: &Shared) -> Vec<Generation> {
+    // What is finished meanwhile goes the way of this order.
+    let mut held: BTreeSet<Generation> = shared.creations.lock().keys().copied().collect();
+    held.extend(shared.incoming.all().iter().map(|incoming| incoming.moved.record.generation));
+    held.extend(shared.models.lock().values().map(|model| model.generation));
+    held.into_iter().collect()
 }
 
 /// Restores a model. Returns whether it is there again, and if not, why.

@@ -96,7 +96,9 @@ impl Restoring {
                         }
                     }
                 }
-                self.stage = match newest(world).is_some_and(|of| (of.claim, of.version) != (snapshot.claim, snapshot.version)) {
+                self.stage = match newest(world)
+                    .is_some_and(|of| (of.claim, of.version) != (snapshot.claim, snapshot.version))
+                {
                     true => Stage::Begins(record),
                     false => Stage::Loads(record, owners, snapshot, begins, 0),
                 };

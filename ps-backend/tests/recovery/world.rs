@@ -356,9 +356,9 @@ impl World {
                 let _ = self.ask(shard, &RegistryRequest::Withdraw { shard: of.shard }, &[]);
             }
         }
-        let mut held: Vec<Generation> = self.shards[shard].held.iter().copied().collect();
-        held.extend(self.shards[shard].restoring.iter().flat_map(|of| of.makes));
-        let answer = self.ask(shard, &RegistryRequest::Lost { shard: me, held }, &[]);
+        let held = self.shards[shard].held.iter().copied().collect();
+        let makes = self.shards[shard].restoring.iter().flat_map(|of| of.makes).collect();
+        let answer = self.ask(shard, &RegistryRequest::Lost { shard: me, held, makes }, &[]);
         let Ok((RegistryAnswer::Losses(losses), _)) = answer else { return };
         let now = self.time();
         for lost in self.shards[shard].watch.lost(me, losses, now) {

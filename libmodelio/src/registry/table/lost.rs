@@ -84,8 +84,14 @@ impl RegistryCore {
     }
 
     /// The models that are to be restored: an owner does not live any more, or the shard that asks was started anew and
-    /// this is none of those that it has `held`. One that is being restored is among them if whoever does that is gone.
-    pub(super) fn losses(&self, asks: ShardId, held: &[Generation], now: Now) -> Losses {
+    /// this is none of those that it has `held`. One that was to be restored is among them if whoever did that is gone, or
+    /// `makes` it no more.
+    pub(super) fn losses(
+        &self,
+        asks: ShardId,
+        (held, makes): (&[Generation], &[Generation]),
+        now: Now,
+    ) -> Losses {
         let mut models = Vec::new();
         let mut all_needed = BTreeSet::new();
         for (name, model) in &self.models {
@@ -95,7 +101,8 @@ impl RegistryCore {
                 // It is being created, or is not restored.
                 _ => continue,
             };
-            let has_not = |shard: &ShardId| *shard == asks && !held.contains(&model.generation);
+            let has = if model.ready { held } else { makes };
+            let has_not = |shard: &ShardId| *shard == asks && !has.contains(&model.generation);
             let is_lost = |shard: &ShardId| self.shards.get(shard).is_some_and(|of| of.is_lost(now));
             let shards: Vec<ShardId> =
                 needed.iter().copied().filter(|shard| has_not(shard) || is_lost(shard)).collect();

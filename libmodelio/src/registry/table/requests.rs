@@ -77,8 +77,8 @@ impl RegistryCore {
             RegistryRequest::Succeed { generation, epoch } => {
                 self.succeed((*generation, *epoch), given()?).map(done)
             }
-            RegistryRequest::Lost { shard, held } => {
-                Ok(RegistryAnswer::Losses(self.losses(*shard, held, now)))
+            RegistryRequest::Lost { shard, held, makes } => {
+                Ok(RegistryAnswer::Losses(self.losses(*shard, (held, makes), now)))
             }
         };
         message.map(|message| Answer { message, payload: None })

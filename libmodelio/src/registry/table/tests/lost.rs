@@ -51,8 +51,18 @@ fn keep(core: &mut Tested, epoch: u64, reserved: u64, store: &str) -> Result<(),
 
 /// The shards without which the model is lost, for a shard that holds these lives; and those that are needed.
 fn losses(core: &mut Tested, asks: u16, held: &[u64], now: Now) -> (Vec<u16>, Vec<u16>) {
-    let held = held.iter().copied().map(Generation).collect();
-    let request = RegistryRequest::Lost { shard: ShardId(asks), held };
+    losses_of(core, asks, (held, &[]), now)
+}
+
+/// The same, for one that makes these lives.
+fn losses_of(
+    core: &mut Tested,
+    asks: u16,
+    (held, makes): (&[u64], &[u64]),
+    now: Now,
+) -> (Vec<u16>, Vec<u16>) {
+    let lives = |of: &[u64]| of.iter().copied().map(Generation).collect();
+    let request = RegistryRequest::Lost { shard: ShardId(asks), held: lives(held), makes: lives(makes) };
     let RegistryAnswer::Losses(losses) = core.handle(&request, &[], now).unwrap().message else {
         panic!("another answer")
     };
@@ -130,8 +140,8 @@ fn a_restoration_whose_shard_dies_is_begun_again() {
         two_shards(&mut core);
         let second = next(&first(), 8, 2);
         succeed(&mut core, &second, 7).unwrap();
-        assert_eq!(losses(&mut core, 2, &[8], at(0)), (vec![], vec![2]), "it is under way");
-        assert_eq!(losses(&mut core, 2, &[], at(0)).0, [2], "it was started anew");
+        assert_eq!(losses_of(&mut core, 2, (&[], &[8]), at(0)), (vec![], vec![2]), "it is under way");
+        assert_eq!(losses_of(&mut core, 2, (&[8], &[]), at(0)).0, [2], "it was given up, or started anew");
         announced(&mut core, "a:1", at(9));
         assert_eq!(losses(&mut core, 1, &[], at(9)).0, [2]);
         let third = next(&second, 9, 1);
