@@ -192,6 +192,8 @@ KINDS = {
 }
 # What is done besides: the dead come back before anybody has missed them.
 QUICK = "quick restart"
+# And a mount must start while the job is restored.
+START = "mount start"
 # Kills of one process, after which the job goes on by itself.
 SINGLE = ("shard", "coordinator", "registry", "mount", "learner")
 

@@ -15,14 +15,12 @@ import numpy as np
 PAUSE = 0.03
 # So often an fsync that timed out is tried again: its contribution counts once all the same.
 AGAIN = 2
-# A program that takes the place of one that was killed may find it still ending.
-ENDING = 60
 
 
 class Client:
     def __init__(self, name, mount, model, flag):
         self.name, self.mount, self.model, self.flag = name, mount, model, flag
-        self.place, self.began = f"{model}/learners/{name}", time.monotonic()
+        self.place = f"{model}/learners/{name}"
 
     def say(self, do, t0=None, **more):
         event = {"do": do, "who": self.name, "mount": self.mount, "t0": t0, "t1": time.monotonic(), **more}
@@ -36,7 +34,6 @@ class Client:
         except OSError:
             why = ""
         excused = error.errno == errno.EIO and "counts after all" in why
-        excused |= error.errno in (errno.EBUSY, errno.EEXIST) and time.monotonic() - self.began < ENDING
         self.say(do, t0, call=call, errno=error.errno, why=why, excused=excused)
         return error.errno
 

@@ -1,5 +1,6 @@
 """A run of random harm: what is done when, what must be true then, and the report."""
 
+import errno
 import json
 import random
 import re
@@ -13,12 +14,16 @@ from pathlib import Path
 from patience import Limit
 
 from chaos.checker import Checker, TooFew, Wrong
-from chaos.harms import QUICK, SINGLE, kinds
-from chaos.world import HUNG, World, events
+from chaos.harms import QUICK, SINGLE, START, kinds
+from chaos.world import HUNG, Failed, World, events
 
 # The job goes on by then after the worst of it, on a machine that is not busy.
 GOES_ON = 40
 TARGET = 10
+# What takes the place of one that was killed may find it still ending: a learner, or those of a mount until their lease ends.
+ENDING = 60
+# So often a mount is started again that has met the job when it was being restored, where it is not to succeed at once.
+STARTS = 20
 _RESTORED = re.compile(r"restored from version (\d+) in [0-9.]+ s: it goes on as version (\d+)")
 _LOOKS = 0.05
 
@@ -47,10 +52,12 @@ class Run:
         self.world, self.dice, self.options, self.tell = world, dice, options, tell
         self.checker = world.checker = Checker()
         self.begun, self.seconds = time.monotonic(), defaultdict(list)
-        # Who -> when the last acknowledged step began and ended, when it has left, and how long it may be silent yet.
-        self.steps, self.left, self.silence, self.sights = {}, {}, {}, {}
-        # The first steps that began after the harm.
+        # Who -> when its last step began, and that of them which was acknowledged; when it has left, and how long it may be
+        # silent yet; when it has seen which version.
+        self.began, self.steps, self.left, self.silence, self.sights = {}, {}, {}, {}, {}
+        # When the harm was done, and when the first step was acknowledged that began later.
         self.since, self.first = float("inf"), None
+        self.why, self.number = "", 0
 
     def look(self):
         """Takes in what has happened meanwhile."""
@@ -73,13 +80,15 @@ class Run:
     def hear(self, client, event):
         if event.get("errno"):
             mount = next(mount for mount in self.world.mounts if mount.name == event["mount"])
-            event["excused"] = event.get("excused") or mount.was_away(event["t0"], event["t1"])
+            ends = event["errno"] in (errno.EBUSY, errno.EEXIST)
+            for one in (client, mount):
+                event["excused"] |= one.was_away(event["t0"] - ENDING * ends, event["t1"])
         if event["do"] == "left":
             self.left[client.name] = event["t1"]
         elif event["do"] != "fail":
             self.left.pop(client.name, None)
         if event["do"] == "give" and not event["errno"]:
-            self.steps[client.name] = self.began[client.name], event["t1"]
+            self.steps[client.name] = self.began[client.name]
             if self.began[client.name] > self.since and self.first is None:
                 self.first = event["t1"]
         if event["do"] == "try":
@@ -87,8 +96,6 @@ class Run:
         if event["do"] == "see":
             self.sights[client.name] = event["t0"], event["version"]
         self.checker.take(event)
-
-    began = property(lambda self: self.__dict__.setdefault("_began", {}))
 
     def until(self, condition, what, seconds=GOES_ON):
         """Looks on until something is true."""
@@ -149,21 +156,34 @@ class Run:
             for victim in again:
                 victim.start()
             for victim in again:
-                victim.wait()
+                self.wait(victim)
                 self.silence.pop(victim.name, None)
+
+    def wait(self, victim):
+        """Until it is ready."""
+        for start in range(STARTS):
+            try:
+                return victim.wait()
+            except Failed as why:
+                if START not in self.options.skip or victim.kind != "mount" or start + 1 == STARTS:
+                    raise Wrong(str(why)) from why
+            self.pass_on(0.5)
+            victim.start()
 
     def settle(self, words):
         """All learners take steps again; then they leave, and all that was acknowledged is there, once, and durable."""
         learners, now = [client for client in self.world.clients if client.kind == "learner"], time.monotonic()
 
         def late():
-            return [one.name for one in learners if self.steps.get(one.name, (0, 0))[0] < now]
+            return [one.name for one in learners if self.steps.get(one.name, 0) < now]
+
+        def staying():
+            return [one.name for one in learners if one.name not in self.left]
 
         self.until(lambda: not late(), lambda: f"steps of {', '.join(late())} after {words}", 2 * GOES_ON)
         self.world.flag.touch()
         try:
-            stay = lambda: [one.name for one in learners if one.name not in self.left]  # noqa: E731
-            self.until(lambda: not stay(), lambda: f"{', '.join(stay())} leave the job after {words}")
+            self.until(lambda: not staying(), lambda: f"{', '.join(staying())} leave the job after {words}")
             self.until(lambda: self.is_settled(max(self.left.values())), lambda: f"{self.why} after {words}")
         finally:
             self.world.flag.unlink(missing_ok=True)
@@ -181,7 +201,7 @@ class Run:
             self.why = f"version {version} is durable: {self.checker.durable}"
             if any(self.checker.durable.get(mount.name, -1) < version for mount in self.world.mounts):
                 return False
-            self.number, self.unsure = self.checker.settle(version)
+            self.number, _ = self.checker.settle(version)
         except TooFew as why:
             self.why = str(why)
             return False

@@ -17,7 +17,7 @@ from ports import free_address
 
 sys.path.append(str(REPOSITORY / "scripts/lib"))
 
-from machine import CannotBeHad, own_python, say  # noqa: E402
+from machine import CannotBeHad, Failed, own_python, say  # noqa: E402
 from netns import Hosts, _in_namespace  # noqa: E402
 from programs import Program  # noqa: E402
 
