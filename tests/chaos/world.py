@@ -44,6 +44,11 @@ class Here:
         return self
 
     def __exit__(self, *_):
+        # Mounts that were killed are still there.
+        for name in os.listdir(self.scratch):
+            if name.startswith("mount"):
+                command = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-uz"]
+                subprocess.run([*command, self.scratch / name], capture_output=True, check=False)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def listen(self, host, port):
