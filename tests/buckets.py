@@ -199,9 +199,10 @@ class Harm:
 
 
 class Way:
-    """A proxy in front of an S3 server. What is asked of it passes on, unless there is `harm`."""
+    """A proxy in front of an S3 server. What is asked of it passes on, unless there is `harm`. `within` calls with the address
+    to listen at, where that is not to be a port of this host."""
 
-    def __init__(self, server):
+    def __init__(self, server, within=lambda call: call("127.0.0.1")):
         self.seen = []
         self._harms, self._lock = [], threading.Lock()
         way = self
@@ -229,8 +230,8 @@ class Way:
         class Listener(ThreadingHTTPServer):
             daemon_threads, block_on_close, request_queue_size = True, False, 128
 
-        self._listener = Listener(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._listener.server_port}"
+        self._listener = within(lambda host: Listener((host, 0), Handler))
+        self.url = "http://%s:%d" % self._listener.server_address
         self._thread = threading.Thread(target=self._listener.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
@@ -272,11 +273,11 @@ class Way:
 class Bucket:
     """A bucket of its own for a test, and the way to it."""
 
-    def __init__(self, server, name):
+    def __init__(self, server, name, way=None):
         self._server, self.name = server, name
         status, _, body = server.ask("PUT", f"/{name}")
         assert status == 200, body
-        self.way = Way(server)
+        self.way = way or Way(server)
         self.url = f"s3://{name}/jobs/m"
 
     def environment(self):

@@ -21,6 +21,7 @@ GENERATED = "use/promises.md"
 WITHOUT_PROMISES = (
     "test_against.py",
     "test_bad_*.py",
+    "test_chaos.py",
     "test_daemon_*.py",
     "test_docs.py",
     "test_fio_jobs.py",

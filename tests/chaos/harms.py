@@ -1,0 +1,206 @@
+"""The kinds of harm. Each does it, and says whom it has killed and how it ends."""
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass, field
+
+from patience import Limit
+
+from chaos.world import DISK, HUNG, LEASE
+
+# A shard that is silent for so long is not listed any more.
+LISTED = 10
+
+
+def nothing():
+    """There is nothing to be healed."""
+
+
+@dataclass
+class Harm:
+    """What was done. It lasts for `seconds`, and then `heals` ends it. The `victims` are started again later, or `first`: the
+    job cannot go on before."""
+
+    words: str
+    victims: list = field(default_factory=list)
+    seconds: float = 0.0
+    heals: callable = nothing
+    first: bool = False
+
+
+def kill(*victims, **options):
+    """These die at once."""
+    for victim in victims:
+        victim.kill()
+    return Harm("kill -9 of " + ", ".join(victim.name for victim in victims), list(victims), **options)
+
+
+def holders(world):
+    """The shards that have blocks; the others are no loss."""
+    return world.holders() or world.shards
+
+
+def kill_shard(world, dice):
+    return kill(dice.choice(holders(world)))
+
+
+def kill_coordinator(world, dice):
+    return kill(world.coordinator())
+
+
+def kill_two_shards(world, dice):
+    one = dice.choice(holders(world))
+    return kill(one, dice.choice([shard for shard in world.shards if shard is not one]))
+
+
+def kill_registry(world, dice):
+    return kill(dice.choice(world.registry))
+
+
+def kill_mount(world, dice):
+    return kill(dice.choice(world.mounts))
+
+
+def kill_learner(world, dice):
+    return kill(dice.choice([client for client in world.clients if client.kind == "learner"]))
+
+
+def kill_all(world, dice):
+    return kill(*world.processes(), first=True)
+
+
+def stop_shard(world, dice):
+    shard, seconds = dice.choice(holders(world)), dice.choice([dice.uniform(1, LEASE), dice.uniform(LISTED + 2, LISTED + 5)])
+    shard.stop()
+    return Harm(f"SIGSTOP of {shard.name} for {seconds:.1f} s", seconds=seconds, heals=shard.go_on)
+
+
+def cut(world, dice):
+    """Nothing gets to a host or comes from it."""
+    hosts = [*holders(world), world.mounts[0], *world.registry]
+    host, seconds = dice.choice(hosts).host, dice.choice([dice.uniform(1, LEASE), dice.uniform(LISTED, LISTED + 5)])
+    world.place.set_port(host, "down")
+    return Harm(f"{host} is cut off for {seconds:.1f} s", seconds=seconds, heals=lambda: world.place.set_port(host, "up"))
+
+
+def delay(world, dice):
+    """What a host sends takes a third of a second and more."""
+    host, seconds = dice.choice([*holders(world), world.mounts[0]]).host, dice.uniform(2, 6)
+    world.place.slow(host, True)
+    return Harm(f"{host} is slow for {seconds:.1f} s", seconds=seconds, heals=lambda: world.place.slow(host, False))
+
+
+def with_a_kill(world, dice, words, **options):
+    """Harm to the store, and perhaps the loss of blocks besides."""
+    if not dice.randrange(3):
+        return Harm(words, **options)
+    harm = kill(dice.choice(holders(world)), **options)
+    harm.words = f"{words}, {harm.words}"
+    return harm
+
+
+def full(world, dice):
+    """The store's disk is full."""
+    filler, seconds = world.disk / "filler", dice.uniform(2, 6)
+    with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+        for _ in range(DISK >> 16):
+            file.write(bytes(1 << 16))
+    with contextlib.suppress(OSError), open(filler, "ab", buffering=0) as file:
+        while file.write(b"x"):
+            pass
+    return with_a_kill(world, dice, f"the disk is full for {seconds:.1f} s", seconds=seconds, heals=filler.unlink)
+
+
+def damage(world, dice, words, name_of, change):
+    """Changes an object of the newest snapshot. Two newer ones than before the last damage must be there first."""
+    limit = Limit(HUNG)
+    while True:
+        good = [(name, version) for name, version in world.snapshots() if version > world.settled]
+        with contextlib.suppress(FileNotFoundError):
+            if len(good) >= 2:
+                world.checker.damaged(good[-2][1])
+                name = name_of(good[-1][0])
+                world.write(name, change(world.read(name)))
+                break
+        assert not limit.over(), f"no two snapshots within {limit.taken():.0f} s"
+        time.sleep(0.05)
+    harm = kill(dice.choice(holders(world)))
+    harm.words = f"{words} {name}, {harm.words}"
+    return harm
+
+
+def flip(world, dice):
+    """One bit of the newest pack is another one."""
+
+    def flipped(data):
+        data = bytearray(data)
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        return bytes(data)
+
+    def pack(description):
+        text = world.read(description).decode()
+        return json.loads(text)["places"]["packs"][-1]["name"]
+
+    return damage(world, dice, "a flipped bit in", pack, flipped)
+
+
+def truncate(world, dice):
+    """The newest description ends in its middle."""
+    return damage(world, dice, "half is there of", lambda description: description, lambda data: data[: len(data) // 2])
+
+
+def bucket(world, dice):
+    """The bucket fails, all requests or some."""
+    import buckets
+
+    faults = {
+        "errs": lambda: world.bucket.way.harm(buckets.refuses(500, "InternalError")),
+        "throttles": lambda: world.bucket.way.harm(buckets.refuses(503, "SlowDown"), times=2, each=True),
+        "says too great a length": lambda: world.bucket.way.harm(buckets.promises(7), "GET", times=3),
+        "says too small a length": lambda: world.bucket.way.harm(buckets.promises(-7), "GET", times=3),
+        "cuts bodies": lambda: world.bucket.way.harm(buckets.cuts, "GET", times=3),
+        "loses answers": lambda: world.bucket.way.harm(buckets.loses, times=3),
+        "flips bits": lambda: world.bucket.way.harm(buckets.flips, "GET", "packs/", times=2),
+        "hangs up": lambda: world.bucket.way.harm(buckets.drops),
+    }
+    how, seconds = dice.choice(sorted(faults)), dice.uniform(2, 6)
+    if how == "flips bits":
+        # What is read wrong is passed over.
+        good = [version for _, version in world.snapshots() if version > world.settled]
+        world.checker.damaged(min(good, default=world.settled))
+    faults[how]()
+    return with_a_kill(world, dice, f"the bucket {how} for {seconds:.1f} s", seconds=seconds, heals=world.bucket.way.heal)
+
+
+# Name -> what does it, how often it is chosen, and what it takes.
+KINDS = {
+    "shard": (kill_shard, 4, None),
+    "coordinator": (kill_coordinator, 3, None),
+    "two shards": (kill_two_shards, 2, None),
+    "registry": (kill_registry, 2, None),
+    "mount": (kill_mount, 2, None),
+    "learner": (kill_learner, 2, None),
+    "everything": (kill_all, 1, None),
+    "stop": (stop_shard, 2, None),
+    "cut": (cut, 2, "links"),
+    "delay": (delay, 1, "links"),
+    "full": (full, 2, "small disk"),
+    "flip": (flip, 2, None),
+    "half": (truncate, 2, None),
+    "bucket": (bucket, 4, "bucket"),
+}
+# What is done besides: the dead come back before anybody has missed them.
+QUICK = "quick restart"
+# And a mount must start while the job is restored.
+START = "mount start"
+# Kills of one process, after which the job goes on by itself.
+SINGLE = ("shard", "coordinator", "registry", "mount", "learner")
+
+
+def kinds(world, skipped, only):
+    """Those that can be done in this world."""
+    there = {None, "links" * world.place.has_links, "bucket" * bool(world.bucket)}
+    there |= {"small disk" * (world.is_small and not world.bucket)}
+    chosen = {name: kind for name, kind in KINDS.items() if name not in skipped and (not only or name in only)}
+    return {name: (does, weight) for name, (does, weight, takes) in chosen.items() if takes in there}
