@@ -6,14 +6,14 @@ import json
 import os
 import re
 import select
-import shutil
+import subprocess
 import threading
 
 import numpy as np
 import pytest
-from cluster import Cluster, Shard, run
-from conftest import all_of, pause
-from filetools import BLOCK, Threads, eventually, fails, outcome, raises, said
+from cluster import Cluster, Shard
+from conftest import all_of, gradfs_binary, pause
+from filetools import BLOCK, Threads, eventually, fails, outcome, raises
 from patience import HANGS, Limit
 from test_cluster_registry import Registry
 from test_etcd import etcd  # noqa: F401
@@ -373,3 +373,319 @@ def test_a_learner_that_is_lost_with_a_shard_is_waited_for_no_longer_than_the_le
     assert job.shown(learner="a") == 7
     job.step(learner="a")
     assert job.shown(learner="a") == 8
+
+
+def packs(job, version):
+    """The objects with the data of a snapshot."""
+    (about,) = (job.store / "snapshots").glob(f"*-v{version}-*.json")
+    names = re.findall(r'"name":"(packs/[^"]+)"', about.read_text())
+    return [about, *(job.store / name for name in names)]
+
+
+def flip(place):
+    data = bytearray(place.read_bytes())
+    data[len(data) // 2] ^= 1
+    place.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a missing pack", "a description that is cut"])
+def test_a_damaged_snapshot_is_passed_over_for_the_one_before(apart, tmp_path, damage):
+    job = Job(apart(3), tmp_path / "store", snapshot_keep=9)
+    before, newest = job.steps(4), job.steps(1)
+    job.mount.control("snapshot_every", 0)
+    about, *of = packs(job, newest)
+    if damage == "a flipped bit":
+        flip(of[1])
+    elif damage == "a missing pack":
+        of[1].unlink()
+    else:
+        about.write_text(about.read_text()[:200])
+    job.other().kill()
+    job.goes_on(damage)
+    # Damaged data are noticed when a life has begun with them, which is lost at once.
+    ((version, begins),) = restorations(job)
+    assert job.shown() == 5 and version == before and begins in (1 << 20, 2 << 20)
+    (line,) = [line for line in job.log().splitlines() if "a snapshot was passed over" in line]
+    assert f"version {newest}: " in line and (of[1].name in line or about.name in line), line
+
+
+def lost_by(job):
+    """A shard dies, and an empty one takes its address."""
+    dead = job.other()
+    dead.kill()
+    return restarted(job.one, dead)
+
+
+@pytest.mark.parametrize("why", ["on_loss", "no snapshot yet", "no store"])
+def test_a_job_that_is_not_restored_fails_as_before(apart, tmp_path, why):
+    (tmp_path / "file").write_text("no directory")
+    settings = {"on_loss": {"on_loss": "fail"}, "no snapshot yet": {"snapshot_to": tmp_path / "file"}, "no store": {"snapshot_to": None}}
+    job = Job(apart(3), tmp_path / "store", shard_patience=2, **settings[why])
+    for _ in range(3):
+        job.step()
+    assert job.shown() == 3
+    if why == "on_loss":
+        job.is_durable()
+    lost_by(job)
+    eventually(lambda: outcome(job.step) == "EIO", deadline=2 * SOON)
+    eventually(lambda: job.mount.status()["state"] == "failed", deadline=SOON)
+    fails(errno.EIO, job.step)
+    assert job.shown() == 3 and job.restored() == 0 and "restored from" not in job.log()
+
+
+def test_what_becomes_of_a_job_can_be_changed_while_it_runs(apart, tmp_path):
+    job = Job(apart(3), tmp_path / "store", on_loss="fail")
+    job.steps(2)
+    job.mount.control("on_loss", "restore")
+    with pytest.raises(OSError, match="Invalid argument"):
+        job.mount.control("on_loss", "often")
+    job.steps(1)
+    job.other().kill()
+    job.goes_on("changed")
+    assert job.shown() == 4
+
+
+def test_a_store_that_cannot_be_read_is_tried_again(apart, tmp_path):
+    job = Job(apart(3), tmp_path / "store")
+    job.steps(5)
+    job.mount.control("snapshot_every", 0)
+    job.store.rename(tmp_path / "away")
+    job.other().kill()
+    waits = Threads().start(outcome, job.step)
+    eventually(lambda: "which is tried again" in job.log())
+    status = eventually(lambda: (now := job.one.run("status")).returncode == 3 and now)
+    print(status.stdout)
+    # Two more tries, which the log does not tell of.
+    threading.Event().wait(3)
+    assert job.log().count("which is tried again") == 1 and not waits.done()
+    (tmp_path / "away").rename(job.store)
+    assert waits.result(HANGS) == "ENOTCONN"
+    job.goes_on("a store that was away")
+    assert job.shown() == 6 and job.restored() == 1
+
+
+def test_the_status_says_that_a_model_is_restored(apart, tmp_path):
+    """And another shard goes on when the one that restores it dies."""
+    job = Job(apart(3), tmp_path / "store")
+    job.steps(5)
+    job.mount.control("snapshot_every", 0)
+    description = next((job.store / "snapshots").glob("*-v5-*"))
+    # To open it takes as long as we like.
+    data = description.read_bytes()
+    description.unlink()
+    os.mkfifo(description)
+    job.other().kill()
+    eventually(lambda: "the model is restored" in job.log())
+    eventually(lambda: job.mount.status()["state"] in ("restoring", "waiting"))
+    description.unlink()
+    description.write_bytes(data)
+    job.goes_on("a slow store", limit=2 * SOON)
+
+
+def test_another_model_of_the_name_is_no_restored_one(apart, tmp_path):
+    job = Job(apart(3), tmp_path / "store", lease=60)
+    job.mount.join("a")
+    job.steps(0)
+    held = os.open(job.mount.place("a") / "gradients", os.O_WRONLY)
+    job.mount.control("snapshot_every", 0)
+    job.store.rename(tmp_path / "away")
+    job.other().kill()
+    one = job.one
+    eventually(lambda: one.run("delete", "m").returncode == 0)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", snapshot_to=tmp_path / "away", snapshot_every=1)
+    (tmp_path / "away").rename(job.store)
+    eventually(lambda: outcome(os.write, held, bytes(BLOCK)) == "EIO", deadline=2 * SOON)
+    outcome(os.close, held)
+    eventually(lambda: outcome(job.step) == "done")
+    assert job.number("version") == job.shown() == 1 and job.restored() == 0
+    assert not job.mount.place("a").exists()
+    assert "restored from" not in job.log()
+
+
+def test_a_model_that_is_deleted_while_it_is_restored_does_not_come_back(apart, tmp_path):
+    job = Job(apart(3), tmp_path / "store")
+    job.steps(5)
+    job.mount.control("snapshot_every", 0)
+    job.store.rename(tmp_path / "away")
+    job.other().kill()
+    eventually(lambda: "which is tried again" in job.log())
+    done = job.one.run("delete", "m")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "away").rename(job.store)
+    eventually(lambda: not job.model.exists(), deadline=2 * SOON)
+    # A pause after a failure, and the time after which another shard restores it.
+    threading.Event().wait(4)
+    assert job.one.status()["models"] == [] and "restored from" not in job.log()
+    assert all(models_of(job.one, shard) == [] for shard in job.one.shards if shard.running())
+
+
+def test_a_job_comes_back_again_and_again(apart, tmp_path):
+    """Also before anything has happened since."""
+    job = Job(apart(4), tmp_path / "store", shards=4)
+    before = job.steps(3)
+    job.other().kill()
+    eventually(lambda: "restored from version" in job.log())
+    job.other().kill()
+    eventually(lambda: job.log().count("restored from version") == 2)
+    job.goes_on("two in a row")
+    assert job.shown() == 4 and job.restored() == 2
+    assert restorations(job)[0][0] == before and [at for _, at in restorations(job)] == [1 << 20, 2 << 20]
+    job.is_durable()
+    job.coordinator().kill()
+    job.goes_on("the third")
+    assert job.shown() == 5 and job.restored() == 3 and job.number("version") == (3 << 20) + 1
+
+
+ADAM = {
+    "reducer": "adam", "learning_rate": 0.01, "schedule": "cosine(12)", "warmup": 3, "deterministic": True,
+    "block_size": BLOCK, "size": SIZE,
+}
+
+
+def adam_step(mount, step):
+    mount.contribute(np.random.default_rng([7, step]).standard_normal(SIZE // 4).astype("<f4").tobytes())
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_adam_goes_on_bit_equal_from_a_snapshot_on_other_shards(apart, tmp_path, start_mount, shards):
+    """With its moments, its steps and its learning rate, whatever numbers the versions have."""
+    alone = start_mount(**ADAM)
+    for step in range(8):
+        adam_step(alone, step)
+    one = apart(max(shards, 2))
+    one.create("m", snapshot_to=tmp_path / "store", snapshot_every=1, shards=shards, **ADAM)
+    mount = one.mount(models=["m"])
+    for step in range(4):
+        adam_step(mount, step)
+    eventually(lambda: (mount.model / "durable_version").read_text() == "4\n")
+    one.coordinator_shard("m").kill()
+    with raises(errno.ENOTCONN):
+        adam_step(mount, 4)
+    for step in range(4, 8):
+        adam_step(mount, step)
+    assert mount.weights() == alone.weights() and mount.version() == (1 << 20) + 4
+    assert len({shard.address for shard in one.shards if shard.running() and models_of(one, shard)}) == max(shards - 1, 1)
+    rate = [json.loads((of.model / "status.json").read_text())["learning_rate"] for of in (mount, alone)]
+    assert rate[0] == rate[1], rate
+
+
+def test_views_and_mounts_of_some_tensors_follow(apart, tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros(SIZE // 8, "<f4"), "b": np.zeros(SIZE // 8, "<f4")}, tmp_path / "m.safetensors")
+    job = Job(apart(3), tmp_path / "store", model=tmp_path / "m.safetensors")
+    one = job.one
+    some = one.mount(models=["m"], tensors=["b"])
+    views = [one.mount(models=["m"], views_only=True), job.mount]
+    places = [mount.model / "views" / "half" for mount in views]
+    for place in places:
+        place.mkdir()
+        (place / "plan").write_text('{"tensors": [{"name": "a", "from": "a", "slice": {"0": [5, 100]}}]}\n')
+
+    def show(value):
+        for place in (some.model, *places):
+            eventually(lambda: place.exists() and (values := np.fromfile(place / "weights", "<f4")).size and (values == value).all(), deadline=HANGS / 10)
+
+    job.steps(3)
+    show(3)
+    held = [os.open(place / "weights", os.O_RDONLY) for place in (some.model, *places)]
+    job.other().kill()
+    job.goes_on("views")
+    show(4)
+    for fd in held:
+        assert (np.frombuffer(os.pread(fd, SIZE, 0), "<f4") == 3).all()
+        os.close(fd)
+
+
+def test_a_job_comes_back_with_its_registry_in_an_etcd(apart, etcd, tmp_path):  # noqa: F811
+    """Also while one of three members is dead."""
+    three = etcd()
+    job = Job(apart(3, registry=three.url), tmp_path / "store")
+    job.steps(5)
+    job.one_of("coordinator").kill()
+    job.goes_on("etcd")
+    assert job.shown() == 6 and job.restored() == 1
+    job.is_durable()
+    three.kill(three.leader())
+    job.other().kill()
+    job.goes_on("two of three etcds", limit=2 * SOON)
+    assert job.shown() == 7 and job.restored() == 2
+
+
+@pytest.mark.parametrize("knows", ["a state file", "a shard that lives"])
+def test_a_registry_that_dies_with_its_shard_restores_when_it_is_back(apart, tmp_path, knows):
+    one = apart(0)
+    state = ["--registry-state", tmp_path / "registry"] if knows == "a state file" else []
+    first = Shard(*state)
+    one.shards.append(first)
+    one.registry = first.address
+    for _ in range(2):
+        one.add_shard()
+    job = Job(one, tmp_path / "store")
+    if knows != "a state file" and job.coordinator() is first:
+        assert one.run("drain", first.number).returncode == 0
+        assert one.run("drain", first.number, "--cancel").returncode == 0
+    job.steps(5)
+    first.kill()
+    one.gone.append(first)
+    one.shards[0] = Shard(*state, listen=first.address)
+    if knows == "a shard that lives" and not models_of(one, job.coordinator()):
+        pytest.fail("nobody knows it")
+    job.goes_on(knows, limit=2 * SOON)
+    assert job.shown() == 6
+
+
+def test_numbers_of_versions_are_used_once_and_polls_wake_up(apart, tmp_path):
+    job = Job(apart(3), tmp_path / "store", retain=2)
+    before = job.steps(5)
+    old = set(os.listdir(job.model / "versions"))
+    assert str(before) in old
+    files = [open(job.model / name, "rb", buffering=0) for name in ("version", "durable_version")]
+    poll = select.poll()
+    for file in files:
+        assert int(file.read()) == before
+        poll.register(file, select.POLLPRI)
+    assert poll.poll(0) == []
+    woken = Threads().start(poll.poll, 1000 * SOON)
+    job.other().kill()
+    job.goes_on("polls")
+    assert woken.result(HANGS) != []
+    for file in files:
+        eventually(lambda: int((job.model / "version").read_text()) == (1 << 20) + 1)
+        file.close()
+    assert not old & set(os.listdir(job.model / "versions"))
+    fails(errno.ENOENT, os.listdir, job.model / "versions" / str(before))
+
+
+def test_a_follower_goes_on_with_the_next_life(apart, tmp_path):
+    job = Job(apart(3), tmp_path / "store")
+    before = job.steps(3)
+    told = tmp_path / "told"
+    with open(told, "w") as out:
+        following = subprocess.Popen([gradfs_binary(), "follow", "--now", job.model], stdout=out)
+    try:
+        eventually(lambda: told.read_text() == f"{before}\n")
+        job.other().kill()
+        job.goes_on("follow")
+        eventually(lambda: told.read_text().endswith(f"\n{(1 << 20) + 1}\n"), deadline=SOON)
+        assert {int(number) for number in told.read_text().split()} <= {before, 1 << 20, (1 << 20) + 1}
+    finally:
+        following.kill()
+        following.wait()
+
+
+def test_what_is_open_of_the_life_before_is_enotconn_until_it_is_opened_anew(apart, tmp_path):
+    job = Job(apart(3), tmp_path / "store")
+    job.steps(3)
+    weights = os.open(job.model / "weights", os.O_RDONLY)
+    gradients = os.open(job.model / "gradients", os.O_WRONLY)
+    os.pwrite(gradients, np.full(BLOCK // 4, 100, "<f4").tobytes(), 0)
+    job.other().kill()
+    fails(errno.ENOTCONN, os.fsync, gradients)
+    assert outcome(os.pwrite, gradients, bytes(BLOCK), BLOCK) == outcome(os.fsync, gradients) == "ENOTCONN"
+    os.close(gradients)
+    assert (np.frombuffer(os.pread(weights, SIZE, 0), "<f4") == 3).all()
+    os.close(weights)
+    # Nothing of what was begun in the life before counts.
+    job.goes_on("handles")
+    assert job.shown() == 4
