@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import threading
 
@@ -81,11 +82,11 @@ def restarted(one, shard):
 class Job:
     """A sum of ones: the weights say how many contributions are part of them."""
 
-    def __init__(self, one, store, shards=3, mount=(), **settings):
-        self.one, self.store = one, store
+    def __init__(self, one, store, shards=3, name="m", **settings):
+        self.one, self.store, self.name = one, store, name
         settings = {"reducer": "sum", "snapshot_to": store, "snapshot_every": 1, "lease": 5, "learners": 1, **settings}
-        one.create("m", *([] if "model" in settings else ["--size", SIZE]), block_size=BLOCK, shards=shards, **settings)
-        self.mount = one.mount(*mount, models=["m"])
+        one.create(name, *([] if "model" in settings else ["--size", SIZE]), block_size=BLOCK, shards=shards, **settings)
+        self.mount = one.mount(models=[name])
         self.model = self.mount.model
 
     def read(self, name):
@@ -141,7 +142,7 @@ class Job:
         return "".join(shard.stderr() for shard in self.one.shards)
 
     def coordinator(self):
-        return self.one.coordinator_shard("m")
+        return self.one.coordinator_shard(self.name)
 
     def other(self):
         """A shard that does not coordinate."""
@@ -200,37 +201,33 @@ def models_of(one, shard):
 
 
 def test_a_silent_shard_is_passed_over_after_its_lease_and_counts_no_more(apart, tmp_path):
-    job = Job(apart(3), tmp_path / "store")
-    job.steps(5)
-    silent = job.other()
+    """It has all blocks of one job, and so nobody contradicts it; a mount that has slept beside it has a contribution for
+    it. Of the other job it has some."""
+    one, threads = apart(3), Threads()
+    some = Job(one, tmp_path / "some")
+    whole = Job(one, tmp_path / "whole", shards=1, name="n", lease=60, consistency="async")
+    late = one.mount(models=["n"])
+    whole.step(late)
+    whole.steps(4), some.steps(5)
+    eventually(lambda: whole.shown(late) == 5)
+    silent = whole.coordinator()
     with silent.paused():
-        job.goes_on("silent", limit=LEASE + SOON)
-        assert job.shown() == 6 and job.restored() == 1
-    eventually(lambda: models_of(job.one, silent) == [], deadline=SOON)
-    for _ in range(3):
-        job.step()
-    assert job.shown() == 9 and job.restored() == 1
-
-
-def test_a_coordinator_that_was_passed_over_takes_nothing_of_the_life_before(apart, tmp_path):
-    """It has all blocks, so nobody contradicts it. A mount that has slept beside it has a contribution for it."""
-    job = Job(apart(2), tmp_path / "store", shards=1, lease=60, consistency="async")
-    late = job.one.mount(models=["m"])
-    job.step(late)
-    job.steps(4)
-    eventually(lambda: job.shown(late) == 5)
-    coordinator, threads = job.coordinator(), Threads()
-    with coordinator.paused():
-        waits = threads.start(outcome, job.step, late)
+        waits = threads.start(outcome, whole.step, late)
         pause(late.pid)
-        job.goes_on("silent coordinator", limit=LEASE + SOON)
-        assert job.shown() == 6
-    os.kill(late.pid, 18)
+        threads.run(
+            lambda: some.goes_on("some blocks on a silent shard", limit=LEASE + SOON),
+            lambda: whole.goes_on("all blocks on a silent shard", limit=LEASE + SOON),
+        )
+        eventually(lambda: [(job.shown(), job.restored()) for job in (some, whole)] == [(6, 1)] * 2, deadline=SOON)
+    os.kill(late.pid, signal.SIGCONT)
     assert waits.result(HANGS) == "ENOTCONN", late.stderr() + (late.model / "error").read_text()
-    eventually(lambda: models_of(job.one, coordinator) == [], deadline=SOON)
-    eventually(lambda: job.shown(late) == 6)
-    job.step(late)
-    eventually(lambda: job.shown() == 7)
+    eventually(lambda: models_of(one, silent) == [], deadline=SOON)
+    eventually(lambda: whole.shown(late) == 6)
+    for job, mount in ((whole, late), (some, some.mount)):
+        job.step(mount)
+        # With async, an open does not wait for the step.
+        eventually(lambda job=job, mount=mount: job.shown(mount) == 7)
+        assert job.restored() == 1
 
 
 RESTORED = re.compile(r"restored from version (\d+) in \S+ s: it goes on as version (\d+)")
@@ -479,20 +476,26 @@ def test_a_store_that_cannot_be_read_is_tried_again(apart, tmp_path):
 
 def test_the_status_says_that_a_model_is_restored(apart, tmp_path):
     """And another shard goes on when the one that restores it dies."""
-    job = Job(apart(3), tmp_path / "store")
+    job = Job(apart(4), tmp_path / "store", shards=2)
     job.steps(5)
     job.mount.control("snapshot_every", 0)
-    description = next((job.store / "snapshots").glob("*-v5-*"))
-    # To open it takes as long as we like.
-    data = description.read_bytes()
-    description.unlink()
-    os.mkfifo(description)
+    pack = packs(job, 5)[1]
+    # Whoever opens it waits for us.
+    data = pack.read_bytes()
+    pack.unlink()
+    os.mkfifo(pack)
     job.other().kill()
-    eventually(lambda: "the model is restored" in job.log())
-    eventually(lambda: job.mount.status()["state"] in ("restoring", "waiting"))
-    description.unlink()
-    description.write_bytes(data)
-    job.goes_on("a slow store", limit=2 * SOON)
+    told = eventually(lambda: "it is restored from its newest snapshot by shard" in (now := job.one.run("status")).stdout and now)
+    assert told.returncode == 3
+    eventually(lambda: job.mount.status()["state"] == "restoring")
+    begins = [shard for shard in job.one.shards if "the model is restored" in shard.stderr()]
+    begins[0].kill()
+    pack.unlink()
+    pack.write_bytes(data)
+    job.goes_on("a restorer that dies", limit=2 * SOON)
+    assert job.shown() == 6
+    (restorer,) = [shard for shard in job.one.shards if "restored from version" in shard.stderr()]
+    assert restorer is not begins[0]
 
 
 def test_another_model_of_the_name_is_no_restored_one(apart, tmp_path):
