@@ -486,6 +486,18 @@ def test_the_status_says_that_a_model_is_restored(apart, tmp_path):
     assert restorer is not begins[0]
 
 
+def test_nothing_is_undone_when_a_shard_is_told_to_end(apart, tmp_path):
+    job = Job(apart(3), tmp_path / "store")
+    job.steps(2)
+    job.mount.control("snapshot_every", 0)
+    for _ in range(3):
+        job.step()
+    assert job.shown() == 5
+    assert job.coordinator().stop() == 0
+    job.goes_on("SIGTERM")
+    assert job.shown() == 6 and job.restored() == 1
+
+
 def test_another_model_of_the_name_is_no_restored_one(apart, tmp_path):
     job = Job(apart(3), tmp_path / "store", lease=60)
     job.mount.join("a")
