@@ -121,6 +121,11 @@ impl Fs {
         self.trees.add(Instant::now(), home.is_none(), |index| ModelTree::new(model, index, home))
     }
 
+    /// A model goes on in another life, whose tree has the views of the one before.
+    pub fn take_views(&self, tree: &ModelTree, before: &ModelTree) {
+        plans::take_views(tree, before);
+    }
+
     /// Whether one more model can be shown.
     pub fn has_room(&self) -> bool {
         self.trees.has_room(Instant::now())

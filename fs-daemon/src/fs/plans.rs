@@ -22,6 +22,20 @@ pub(super) fn read_plan(tree: &ModelTree, text: &[u8]) -> CallResult<(Arc<str>, 
     Ok((Arc::from(text), plan))
 }
 
+/// The views of a model's life before are those of this one, too.
+pub(super) fn take_views(tree: &ModelTree, before: &ModelTree) {
+    for (name, number) in before.views.names() {
+        let of = before.views.with(number, |view| (view.owner(), Arc::clone(&view.plan)));
+        let taken = of.and_then(|(owner, plan)| {
+            let number = tree.views.begin(name.as_ref(), owner)?;
+            if plan.is_empty() { Ok(()) } else { make_view(tree, number, plan.as_bytes()) }
+        });
+        if let Err(error) = taken {
+            tracing::warn!(model = tree.model.name, view = name, "is not made again: {error}");
+        }
+    }
+}
+
 /// The view of this number shows what a plan makes, from its first version on. Waits for that.
 ///
 /// # Errors

@@ -76,6 +76,12 @@ pub(super) struct View<T> {
     pub(super) made: Option<(Arc<T>, ViewMaker)>,
 }
 
+impl<T> View<T> {
+    pub(super) fn owner(&self) -> Owner {
+        self.owner
+    }
+}
+
 impl<T> Views<T> {
     /// Views are shown so.
     pub fn shown_by(&self, show: Show<T>) {

@@ -19,6 +19,7 @@ use libmodelio::contributor::Wrote;
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::{ROLLED_BACK, ShardError};
+use libmodelio::vocabulary::weight::Weight;
 use parking_lot::Mutex;
 
 use super::lookups::{MemoryLookups, SecondLookups};
@@ -221,17 +222,25 @@ impl Calls {
     pub fn replace(&self, before: &Model, model: Arc<Model>, kernel: &dyn Kernel) {
         let name = model.name.clone();
         model.own_refusal.note(&CallError::from(ShardError::RolledBack(ROLLED_BACK.to_owned())), false);
-        if !self.add(Arc::clone(&model)) {
+        let is_before = |tree: &&Arc<ModelTree>| std::ptr::eq(&*tree.model, before);
+        let tree_before = self.fs.shown().iter().find(is_before).cloned();
+        let tree = self.fs.add(Arc::clone(&model)).inspect(|tree| self.listen_to(tree));
+        if tree.is_none() {
             tracing::warn!(model = name, "restored, and not shown: mount again");
         }
         for learner in before.learners().iter().filter(|of| of.name != before.own_name) {
-            if let Err(error) = model.join(&learner.name, learner.owner) {
-                tracing::warn!(model = name, learner = learner.name, "does not join again: {error}");
+            let joined = model.join(&learner.name, learner.owner);
+            let weight = Some(learner.weight()).filter(|weight| *weight != Weight::default());
+            let joined = joined.and_then(|new| Ok(weight.map_or(Ok(()), |weight| new.set_weight(weight))?));
+            if let Err(error) = joined {
+                tracing::warn!(model = name, learner = learner.name, "does not join as it was: {error}");
             }
         }
+        if let (Some(tree), Some(before)) = (tree, &tree_before) {
+            self.fs.take_views(&tree, before);
+        }
         drop(model);
-        let index =
-            self.fs.shown().iter().find(|tree| std::ptr::eq(&*tree.model, before)).map(|tree| tree.index);
+        let index = tree_before.map(|tree| tree.index);
         self.fs.hide(before);
         kernel.forget_name(ROOT_INO, &name);
         before.whole().job.roll_back();

@@ -15,7 +15,7 @@ enum Stage {
     /// Loads the blocks of the shard of this place among the owners.
     Loads(Box<ModelRecord>, Vec<usize>, Snapshot, u64, usize),
     /// Tells the registry that all is there.
-    Tells(Box<ModelRecord>),
+    Tells(Box<ModelRecord>, Snapshot),
 }
 
 pub(super) struct Restoring {
@@ -109,10 +109,9 @@ impl Restoring {
                     if !world.runs(coordinator) || !world.shards[coordinator].held.contains(&generation) {
                         return Err(false);
                     }
-                    world.restored_from(generation, &snapshot);
-                    let (content, lineage) = (snapshot.content, record.lineage.clone());
+                    let (content, lineage) = (snapshot.content.clone(), record.lineage.clone());
                     world.begin_job(coordinator, generation, owners, (begins, content), lineage);
-                    self.stage = Stage::Tells(record);
+                    self.stage = Stage::Tells(record, snapshot);
                     return Ok(false);
                 };
                 // It has another life of the model still.
@@ -122,17 +121,19 @@ impl Restoring {
                 world.shards[owner].held.insert(record.generation);
                 self.stage = Stage::Loads(record, owners, snapshot, begins, at + 1);
             }
-            Stage::Tells(record) => {
+            Stage::Tells(record, snapshot) => {
                 let ready = ModelRecord { ready: true, ..(*record).clone() };
                 let request = RegistryRequest::Put { replaces: Some(Epoch(1)) };
                 match world.ask(shard, &request, &ready.encode().unwrap()) {
+                    // Only then does anybody learn of the life.
                     Ok(_) => {
+                        world.restored_from(record.generation, &snapshot);
                         world.known.insert(record.generation);
                         return Ok(true);
                     }
                     Err(Unanswered::Refused) => return Err(true),
                     // It is repeated.
-                    Err(Unanswered::Silence) => self.stage = Stage::Tells(record),
+                    Err(Unanswered::Silence) => self.stage = Stage::Tells(record, snapshot),
                 }
             }
         }
