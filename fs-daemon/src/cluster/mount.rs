@@ -95,6 +95,8 @@ struct Found {
 
 /// A model that is being restored is waited for so long.
 const RESTORED: Duration = Duration::from_secs(60);
+/// The longest wait for the shards of a model that was restored, before the registry is asked again.
+const ANOTHER_LIFE: Duration = Duration::from_secs(3);
 /// The pause before the registry is asked again whether it is there.
 const LOOKS: Duration = Duration::from_millis(200);
 
@@ -287,6 +289,11 @@ fn connect(
         },
         is_followed: true,
         registry,
+        patience: match record.lineage.restored {
+            0 => ClientOptions::default().patience,
+            // If it is lost again, the next life is there soon.
+            _ => ANOTHER_LIFE,
+        },
         ..ClientOptions::default()
     };
     let job = Job::connect(record, shards, options)

@@ -79,7 +79,14 @@ impl Model {
     /// The mount or the model has gone, or the version cannot be read.
     pub fn newer_than(&mut self, mut seen: Option<u64>) -> io::Result<Held> {
         loop {
-            let version = self.version()?;
+            let version = match self.version() {
+                // The model was restored: its files are other ones, with higher numbers.
+                Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => {
+                    self.version = mountpoint::opened(&self.path.join("version"))?;
+                    self.version()?
+                }
+                outcome => outcome?,
+            };
             if seen.is_none_or(|seen| version > seen) {
                 match self.hold(version) {
                     // A newer one has come since.
