@@ -46,7 +46,7 @@ pub fn restore(
     while let Some(name) = newest(&shelf, &passed_over)? {
         let version = Shelf::version_of(&name).unwrap_or_default();
         let is_newest = || Ok(newest(&shelf, &passed_over)?.as_ref() == Some(&name));
-        match restore_from(registry, &mut lost, (&store, version), by, (begins, &is_newest)) {
+        match restore_from(registry, &mut lost, (&store, version), by, begins, &is_newest) {
             Ok(None) => {}
             Ok(Some((record, begins_at))) => {
                 return Ok(Restored { record, snapshot: version, version: begins_at, damaged });
@@ -78,7 +78,8 @@ fn restore_from(
     lost: &mut ModelRecord,
     (store, version): (&str, Version),
     by: ShardId,
-    (begins, is_newest): (&dyn Fn(Generation), &dyn Fn() -> Result<bool, SnapshotError>),
+    begins: &dyn Fn(Generation),
+    is_newest: &dyn Fn() -> Result<bool, SnapshotError>,
 ) -> Result<Option<(ModelRecord, Version)>, CreateError> {
     let name = lost.name.clone();
     let stored = Stored::open(Path::new(&format!("{store}#{version}")), Some(lost.block_size))?;
