@@ -140,20 +140,20 @@ def store(bench, gradfs):
 
 def incremental(bench, gradfs, size):
     """The bytes of a second snapshot by those of the first one."""
-    blocks = size // BLOCK
+    import numpy
+
     with contextlib.ExitStack() as stack:
-        settings = {"reducer": "assign", "block_size": BLOCK // 4}
+        settings = {"reducer": "assign", "block_size": BLOCK // 16}
         cluster = jobs.Cluster(stack, gradfs, bench.work / "assign", size, shards=2, **settings)
         model, _ = cluster.mount(stack)
-        weights, place = bytearray(os.urandom(MIB) * (size // MIB)), bench.work / "assigned"
+        weights, place = numpy.random.default_rng(1).random(size // 4, dtype="f4"), bench.work / "assigned"
         found = []
         for _ in range(2):
-            written(model / "publish", memoryview(weights))
+            written(model / "publish", memoryview(weights).cast("B"))
             said = cluster.command("snapshot", jobs.MODEL, "--to", place, "--wait")
             found.append(int(said.rsplit(" of which ", 1)[1].split()[0]))
             # A hundredth of the blocks, at least one.
-            for block in range(0, 4 * blocks, 100):
-                weights[block * BLOCK // 4] ^= 1
+            weights[:: 100 * BLOCK // 64] += 1
     first, second = found
     return Figure("incremental_snapshot_bytes", second / first, "ratio", 0.05, "<=", f"{second} B", f"{first} B")
 
@@ -240,10 +240,10 @@ class Living:
     """Three shards and a registry of its own, whose processes are killed and started again."""
 
     def __init__(self, bench, stack, gradfs, size):
-        self.gradfs, self.work, self.started = gradfs, bench.work / "recovery", 0
+        self.gradfs, self.work, self.started, self.shards = gradfs, bench.work / "recovery", 0, []
         self.work.mkdir()
         stack.callback(self.end)
-        self.table = self.start("registry", "--listen", "127.0.0.1:0", "--state", self.work / "state")
+        self.table = self.start("registry", "--listen", "127.0.0.1:0", "--registry-state", self.work / "state")
         self.registry = self.address(self.table)
         self.shards = [self.start("shard", "--listen", "127.0.0.1:0", "--registry", self.registry) for _ in range(3)]
         words = ["--size", size, "--reducer", "adam", "--block-size", BLOCK, "--shards", 3]
@@ -288,7 +288,7 @@ class Living:
         for program in dead:
             program.process.wait()
         if kind == "everything":
-            self.table = self.start("registry", "--listen", addresses[-1], "--state", self.work / "state")
+            self.table = self.start("registry", "--listen", addresses[-1], "--registry-state", self.work / "state")
             self.shards = []
             addresses.pop()
         else:
@@ -302,15 +302,14 @@ class Living:
 def recovery(bench, gradfs):
     size, state = sizes(bench)
     turns = 1 if bench.quick else 3
-    gradient = memoryview(b"\0\0\x80\x3c" * (BLOCK // 4))
+    gradient = memoryview(b"\0\0\x80\x3c" * (size // 4))
     found = {"another shard": [], "the coordinator": [], "everything": []}
     with contextlib.ExitStack() as stack:
         living = Living(bench, stack, gradfs, size)
         say(f"killing processes of a job of {state / MIB:.0f} MiB")
 
         def step():
-            with open(os.open(living.model / "gradients", os.O_WRONLY), "wb", buffering=0) as file:
-                file.write(gradient)
+            written(living.model / "gradients", gradient)
 
         for _ in range(turns):
             for kind, took in found.items():
