@@ -513,7 +513,7 @@ def test_another_model_of_the_name_is_no_restored_one(apart, tmp_path):
     eventually(lambda: outcome(os.write, held, bytes(BLOCK)) == "EIO", deadline=2 * SOON)
     outcome(os.close, held)
     eventually(lambda: outcome(job.step) == "done")
-    assert job.number("version") == job.shown() == 1 and job.restored() == 0
+    assert job.mount.version() == job.shown() == 1 and job.restored() == 0
     assert not job.mount.place("a").exists()
     assert "restored from" not in job.log()
 

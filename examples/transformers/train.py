@@ -53,7 +53,7 @@ def main():
     os.makedirs(a.out, exist_ok=True)
     result = {"losses": losses, "weights": model.state_dict()}
     torch.save(result, f"{a.out}/rank{rank}.pt")
-    if not a.ddp:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
