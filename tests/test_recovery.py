@@ -462,6 +462,20 @@ def test_a_store_that_cannot_be_read_is_tried_again(apart, tmp_path):
     assert job.shown() == 6 and job.restored() == 1
 
 
+def test_a_store_without_a_snapshot_takes_the_place_of_none(apart, tmp_path):
+    """Another store is named, and nothing can be written there: the job goes on from the one before."""
+    job = Job(apart(3), tmp_path / "store")
+    job.steps(3)
+    job.mount.control("snapshot_to", "/proc/none")
+    eventually(lambda: "no snapshot was saved" in job.log())
+    # The coordinator tells the registry of its store every 2.5 s.
+    threading.Event().wait(3)
+    dead = job.other()
+    dead.kill()
+    job.goes_on("another store")
+    assert job.shown() == 4 and job.restored() == 1
+
+
 def test_the_status_says_that_a_model_is_restored(apart, tmp_path):
     """And another shard goes on when the one that restores it dies."""
     job = Job(apart(4), tmp_path / "store", shards=2)

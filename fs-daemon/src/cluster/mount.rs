@@ -97,7 +97,7 @@ struct Found {
 const RESTORED: Duration = Duration::from_secs(60);
 /// The longest wait for the shards of a model that was restored, before the registry is asked again.
 const ANOTHER_LIFE: Duration = Duration::from_secs(3);
-/// The pause before the registry is asked again whether it is there.
+/// The pause before the registry is asked again whether a restored model is there.
 const LOOKS: Duration = Duration::from_millis(200);
 
 impl Found {

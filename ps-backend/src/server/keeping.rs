@@ -14,30 +14,31 @@ use libmodelio::wire::{HeldPartition, Lineage};
 use super::coordinator::Coordinator;
 use super::shared::{HostedModel, Shared};
 use super::standing::life;
-use crate::stores::absolute_url;
 
 /// A model that is coordinated here.
 struct Kept {
     life: HeldPartition,
     lineage: Lineage,
     coordinator: Arc<Coordinator>,
-    saved: Option<Version>,
+    /// Its newest snapshot, and the store that has it.
+    saved: Option<(Version, String)>,
 }
 
 impl Kept {
     fn of(of: &HostedModel) -> Option<Kept> {
         let (life, lineage) = (life(&of.record), of.record.lineage.clone());
-        Some(Kept { life, lineage, coordinator: of.coordinator.clone()?, saved: of.saved })
+        Some(Kept { life, lineage, coordinator: of.coordinator.clone()?, saved: of.saved.clone() })
     }
 
     /// Tells of the model. If that is done, its newest snapshot is durable.
     fn keep(&self, shared: &Shared) -> Result<(), RegistryError> {
         let Kept { life, lineage, coordinator, saved } = self;
         let (version, settings, durable) = coordinator.survival();
-        let restores = settings.restores() && durable.max(*saved).is_some();
-        let store = if restores { absolute_url(&settings.to) } else { String::new() };
-        let is_durable =
-            || saved.filter(|saved| durable != Some(*saved)).map(|of| coordinator.is_durable(of));
+        // The job may have another store by now, which has nothing of it yet.
+        let store = saved.as_ref().map_or(&lineage.store, |(_, store)| store);
+        let store = if settings.restores() { store.clone() } else { String::new() };
+        let saved = saved.as_ref().map(|(version, _)| *version).filter(|version| durable != Some(*version));
+        let is_durable = || saved.map(|version| coordinator.is_durable(version));
         if store.is_empty() && lineage.store.is_empty() {
             is_durable();
             return Ok(());
@@ -47,7 +48,7 @@ impl Kept {
         }
         let reserved = Lineage::reserved_for(version).max(lineage.reserved);
         shared.directory.ask(|registry, deadline| registry.keep(life, reserved, &store, deadline))?;
-        coordinator.set_reserved(restores.then_some(reserved));
+        coordinator.set_reserved((!store.is_empty()).then_some(reserved));
         let mut models = shared.models.lock();
         let of = models.get_mut(&life.model).filter(|of| of.generation == life.generation);
         if let Some(of) = of {
@@ -79,11 +80,18 @@ pub(super) fn keep_all(shared: &Shared) -> Result<(), RegistryError> {
 }
 
 /// A snapshot of a life of a model is in its own store. If the registry cannot be asked, it is durable later.
-pub(super) fn saved(shared: &Shared, name: &str, generation: Generation, version: Version) {
+pub(super) fn saved(
+    shared: &Shared,
+    (name, generation): (&str, Generation),
+    (version, store): (Version, String),
+) {
     let model = {
         let mut models = shared.models.lock();
         let Some(of) = models.get_mut(name).filter(|of| of.generation == generation) else { return };
-        of.saved = of.saved.max(Some(version));
+        // An older one may have taken longer.
+        if of.saved.as_ref().is_none_or(|(newest, at)| *at != store || *newest < version) {
+            of.saved = Some((version, store));
+        }
         Kept::of(of)
     };
     if let Some(Err(error)) = model.map(|model| model.keep(shared)) {

@@ -41,8 +41,8 @@ pub(super) struct HostedModel {
     pub redirect: Option<Redirect>,
     /// The last snapshot that a part was written of here, and its store.
     pub copied: Option<(u64, String)>,
-    /// The version of the newest snapshot in the job's own store, if the job is coordinated here and has taken one.
-    pub saved: Option<Version>,
+    /// The version of the newest snapshot in the job's own store, and that store, if the job has taken one here.
+    pub saved: Option<(Version, String)>,
     /// The record that its job begins with. None once the job has begun.
     pub begins: Option<JobRecord>,
 }

@@ -65,7 +65,7 @@ pub(super) fn take(
                 schedule.is_to(&own);
                 schedule.saved(saved, begun, now);
             });
-            keeping::saved(&this, &model, generation, version);
+            keeping::saved(&this, (&model, generation), (version, to));
         }
         Ok(())
     })

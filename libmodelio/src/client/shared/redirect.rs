@@ -325,18 +325,14 @@ impl Shared {
     /// Blocks were lost, and the model goes on from a snapshot in another life, or is about to. This job ends then, unless
     /// whoever has it begins another one first.
     fn is_restored(&self, is_there: bool) {
-        let tell = {
-            let mut inner = self.inner.lock();
-            let inquiry = &mut inner.peers.inquiry;
-            *inquiry = Inquiry { next: Some(Instant::now() + RESTORING), ..Inquiry::default() };
-            let mut actions = Vec::new();
-            if inner.core.is_restoring(&mut actions) {
-                tracing::warn!(model = %self.model, "blocks are lost: the model is restored from its newest snapshot");
-            }
-            self.act(inner, actions);
-            is_there
-        };
-        match (tell, self.options.is_followed) {
+        let mut inner = self.inner.lock();
+        inner.peers.inquiry = Inquiry { next: Some(Instant::now() + RESTORING), ..Inquiry::default() };
+        let mut actions = Vec::new();
+        if inner.core.is_restoring(&mut actions) {
+            tracing::warn!(model = %self.model, "blocks are lost: the model is restored from its newest snapshot");
+        }
+        self.act(inner, actions);
+        match (is_there, self.options.is_followed) {
             (true, true) => self.tell(Event::Restored),
             (true, false) => self.roll_back(),
             (false, _) => {}
@@ -345,11 +341,10 @@ impl Shared {
 
     /// The model goes on in another life. All requests to this one fail, once.
     pub(in crate::client) fn roll_back(&self) {
-        let inner = self.inner.lock();
+        let mut inner = self.inner.lock();
         if inner.core.is_abandoned() {
             return;
         }
-        let mut inner = inner;
         let mut actions = Vec::new();
         inner.core.fail(ShardError::RolledBack(ROLLED_BACK.to_owned()), self.now(), &mut actions);
         self.act(inner, actions);
