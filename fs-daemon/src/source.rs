@@ -121,7 +121,8 @@ impl Source {
         Ok(())
     }
 
-    /// The snapshot, if it is one, once all of its bytes were compared with their checksums.
+    /// The snapshot, if it is one. All bytes of a directory were compared with their checksums then; those of a store are when
+    /// they are read.
     ///
     /// # Errors
     /// Fails with the fault of the snapshot; nothing was changed then.
@@ -130,6 +131,9 @@ impl Source {
         go_on: &dyn Fn() -> Result<(), SnapshotError>,
     ) -> Result<Option<Stored>, Error> {
         let Some(reader) = self.snapshot.take() else { return Ok(None) };
+        if reader.store().is_some() {
+            return Ok(Some(reader));
+        }
         let progress =
             progress::bar(progress::BYTES, reader.len(), format!("checking {}", reader.head().model));
         reader.verify(&mut |read| {

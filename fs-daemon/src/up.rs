@@ -155,7 +155,7 @@ fn load(
     executor: (&Arc<dyn Executor>, StateCopies),
     controls: &Controls,
 ) -> Result<Model, Error> {
-    let mut snapshot = source.verified_snapshot(&|| Ok(()))?;
+    let snapshot = source.verified_snapshot(&|| Ok(()))?;
     let failed = |error: std::io::Error| Error::new(format!("model {name}")).caused_by(error);
     let Source { layout, metadata, files, ranges, .. } = source;
     let layout = Arc::new(layout);
@@ -182,9 +182,9 @@ fn load(
         progress.finish_and_clear();
         Ok(())
     };
-    let beginning = match &mut snapshot {
+    let beginning = match &snapshot {
         None => Beginning::Weights(Box::new(fill)),
-        Some(reader) => Beginning::Snapshot(reader.head().record.clone(), reader),
+        Some(stored) => Beginning::Snapshot(stored),
     };
     let started = local::start_from(name, &layout, controls, executor, beginning);
     if let Some(error) = unread {

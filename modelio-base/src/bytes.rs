@@ -8,5 +8,6 @@ pub mod crc64;
 pub mod kernels;
 pub mod loan;
 pub mod mmap;
+pub mod pages;
 pub mod region;
 pub mod surplus;

@@ -66,6 +66,7 @@ impl Bench {
             controls: &controls,
             shards: Some(1),
             record: None,
+            place: None,
         };
         let zeros = &|(block, _): Piece, bytes: &mut Vec<u8>| {
             let block = layout.block_bytes(block);
@@ -73,7 +74,7 @@ impl Bench {
             bytes.resize((block.end - block.start) as usize, 0);
             Ok(())
         };
-        let record = create(&registry, &new, zeros, &|_| {}).expect("a model");
+        let record = create(&registry, &new, zeros, &|_| Ok(())).expect("a model");
         let shards = registry.shards(Instant::now() + LONG).expect("shards");
         let options = ClientOptions { transport, ..ClientOptions::default() };
         let client = Job::connect(&record, &shards, options).expect("a client");

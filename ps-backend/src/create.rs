@@ -42,6 +42,9 @@ pub struct NewModel<'a> {
     pub shards: Option<usize>,
     /// The record of the job that it goes on from, if it begins at a snapshot.
     pub record: Option<&'a JobRecord>,
+    /// The store and the name of the snapshot, if shards can read it by themselves. What one of them cannot read is sent to
+    /// it.
+    pub place: Option<(&'a str, &'a str)>,
 }
 
 /// Why a model cannot be made or deleted.
@@ -117,8 +120,11 @@ const SENDING: Duration = Duration::from_secs(60);
 /// threads.
 pub type Source<'a> = dyn Fn(Piece, &mut Vec<u8>) -> Result<(), SnapshotError> + Sync + 'a;
 
-/// Makes a model: chooses shards, has them take memory, and sends them version 0, all at once. `progress` is told of
-/// bytes sent, by several threads.
+/// Told of bytes that are at their shard, by several threads. It can return an interruption.
+pub type Progress<'a> = dyn Fn(u64) -> Result<(), SnapshotError> + Sync + 'a;
+
+/// Makes a model: chooses shards, has them take memory, and has them load what it begins with, or sends them that, all at
+/// once.
 ///
 /// # Errors
 /// [`CreateError`]; nothing is left of the model then, as far as the shards can be reached.
@@ -126,7 +132,7 @@ pub fn create(
     registry: &dyn Registry,
     new: &NewModel<'_>,
     source: &Source<'_>,
-    progress: &(dyn Fn(u64) + Sync),
+    progress: &Progress<'_>,
 ) -> Result<ModelRecord, CreateError> {
     let shards = registry.shards(Instant::now() + PROMPT)?;
     let (draining, there): (Vec<_>, Vec<_>) = shards.into_iter().partition(|shard| shard.draining);
@@ -230,7 +236,7 @@ fn make(
     record: &ModelRecord,
     shards: &[ShardRecord],
     source: &Source<'_>,
-    progress: &(dyn Fn(u64) + Sync),
+    progress: &Progress<'_>,
 ) -> Result<(), CreateError> {
     let begins = new.record.map(serde_json::to_vec).transpose();
     let load = Load {
@@ -240,6 +246,7 @@ fn make(
         map,
         record,
         encoded: &record.encode()?,
+        place: new.place,
         source,
         progress,
         over: AtomicBool::new(false),
@@ -286,8 +293,9 @@ struct Load<'a> {
     /// Whose state it begins with, if it begins at a snapshot, and the record of its job.
     optimizer: Option<Reducer>,
     begins: Option<Vec<u8>>,
+    place: Option<(&'a str, &'a str)>,
     source: &'a Source<'a>,
-    progress: &'a (dyn Fn(u64) + Sync),
+    progress: &'a Progress<'a>,
     /// It has failed somewhere: the others need not go on.
     over: AtomicBool,
 }
@@ -311,6 +319,51 @@ impl Load<'_> {
             let begin = Message::BeginAt { generation };
             peer.request(&begin, record, Instant::now() + PATIENT).map_err(&failed)?;
         }
+        if !self.loads_by_itself(&mut peer, shard)? {
+            self.send(&mut peer, shard)?;
+        }
+        // Answered after all that came before it. The coordinator is told that it is all when the others have theirs.
+        let last = match self.record.coordinator == shard.shard {
+            true => Message::Status,
+            false => Message::Loaded { generation },
+        };
+        peer.request(&last, &[], Instant::now() + PATIENT).map_err(&failed)?;
+        Ok(())
+    }
+
+    /// Has a shard read its blocks from a store. False if it cannot, or there is no store.
+    fn loads_by_itself(&self, peer: &mut AdminPeer, shard: &ShardRecord) -> Result<bool, CreateError> {
+        let Some((from, name)) = self.place else { return Ok(false) };
+        let generation = self.record.generation;
+        let load = Message::LoadCopy { generation, from: from.to_owned(), name: name.to_owned() };
+        let mut before = 0;
+        loop {
+            let (dealt, ended) = match peer.request(&load, &[], Instant::now() + PROMPT) {
+                Ok((Message::Saved { dealt, ended, .. }, _)) => (dealt, ended),
+                Ok((other, _)) => {
+                    let (address, what) = (shard.address.clone(), other.name());
+                    return Err(failed_at(shard)(AdminError::Unexpected { address, what }));
+                }
+                // Its host may see another directory, or have no credentials. If the snapshot is damaged, sending fails.
+                Err(AdminError::Refusal(why)) => {
+                    tracing::info!(shard = %shard.shard, "blocks are sent to a shard that cannot load them: {why}");
+                    return Ok(false);
+                }
+                Err(error) => return Err(failed_at(shard)(error)),
+            };
+            (self.progress)(dealt - before)?;
+            if ended {
+                return Ok(true);
+            }
+            if self.over.load(Ordering::Relaxed) {
+                return Err(CreateError::Stopped);
+            }
+            before = dealt;
+        }
+    }
+
+    fn send(&self, peer: &mut AdminPeer, shard: &ShardRecord) -> Result<(), CreateError> {
+        let (failed, generation) = (failed_at(shard), self.record.generation);
         let kinds: Vec<DataKind> = match self.optimizer {
             Some(optimizer) => snapshot::all_kinds(optimizer).collect(),
             None => vec![DataKind::Weights],
@@ -328,16 +381,10 @@ impl Load<'_> {
             (self.source)((block, what), &mut bytes)?;
             let load = Message::Load { generation, block, what };
             if let Err(error) = peer.notify(&load, &bytes, Instant::now() + SENDING) {
-                return Err(failed(why(&mut peer, error)));
+                return Err(failed(why(peer, error)));
             }
-            (self.progress)(bytes.len() as u64);
+            (self.progress)(bytes.len() as u64)?;
         }
-        // Answered after all that came before it. The coordinator is told that it is all when the others have theirs.
-        let last = match self.record.coordinator == shard.shard {
-            true => Message::Status,
-            false => Message::Loaded { generation },
-        };
-        peer.request(&last, &[], Instant::now() + PATIENT).map_err(&failed)?;
         Ok(())
     }
 }

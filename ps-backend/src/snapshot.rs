@@ -61,7 +61,7 @@ pub use head::{Head, settings};
 pub use load::Load;
 pub(crate) use packed::now;
 pub use packed::{
-    Description, Keep, Pace, Pack, PackedReader, Part, PieceHash, Place, Places, Shelf, write_part,
+    Description, Filling, Keep, Pace, Pack, PackedReader, Part, PieceHash, Place, Places, Shelf, write_part,
 };
 pub use reader::Reader;
 pub use schedule::{SavedSnapshot, SnapshotSchedule};
@@ -152,6 +152,9 @@ pub enum SnapshotError {
     /// The store of a snapshot.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The system gives no memory.
+    #[error("no memory for it: {0}")]
+    Memory(#[from] io::Error),
     /// There is not enough memory for the copy.
     #[error(
         "not enough memory: a snapshot is copied first, which takes {:.1} GiB, and {:.1} GiB are available",

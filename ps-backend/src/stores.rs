@@ -3,11 +3,13 @@
 //! | module | holds |
 //! |---|---|
 //! | `directory` | objects as files of a directory, on its disk when a call returns |
+//! | `direct` | files that are read and written past the kernel's cache |
 //! | `bucket` | objects of S3, GCS or Azure, by the crate `object_store` |
 //!
 //! An object is there as a whole or not at all. Calls block, and every wait in them has a deadline.
 
 mod bucket;
+mod direct;
 mod directory;
 
 use std::fmt;

@@ -39,19 +39,21 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
         controls: &config.controls,
         shards: config.shards.map(usize::from),
         record: snapshot.as_ref().map(|snapshot| &snapshot.head().record),
+        place: snapshot.as_ref().and_then(Stored::place),
     };
-    let progress = progress::bar(progress::BYTES, source.layout.size(), format!("sending {name}"));
+    let bytes = snapshot.as_ref().map_or(source.layout.size(), Stored::len);
+    let progress = progress::bar(progress::BYTES, bytes, format!("loading {name}"));
     let record = create::create(
         &*registry,
         &new,
-        &|piece, bytes| {
-            go_on()?;
-            match &snapshot {
-                Some(snapshot) => snapshot.piece(piece, bytes),
-                None => source.block(piece.0, bytes),
-            }
+        &|piece, bytes| match &snapshot {
+            Some(snapshot) => snapshot.piece(piece, bytes),
+            None => source.block(piece.0, bytes),
         },
-        &|sent| progress.inc(sent),
+        &|there| {
+            progress.inc(there);
+            go_on()
+        },
     );
     progress.finish_and_clear();
     let record = record.map_err(|error| match interrupt.why() {

@@ -288,7 +288,7 @@ impl Vocabulary {
     fn snapshot(&'static self, dir: &Path, stronger: &[Layer]) -> Result<Layer, Error> {
         let reader = Stored::open(dir, None)?;
         let head = reader.head();
-        let of = if matches!(reader, Stored::Packed(_)) { dir.to_owned() } else { dir.join(MANIFEST) };
+        let of = if matches!(reader, Stored::Packed(..)) { dir.to_owned() } else { dir.join(MANIFEST) };
         let mut layer = Layer::new(self, Source::Snapshot(of));
         let settings = head.settings.iter().map(|(key, value)| (key.as_str(), value.clone()));
         let of_model = [("name", head.model.clone()), ("block_size", head.block_size.to_string())];

@@ -948,11 +948,11 @@ pub enum Message {
         /// The snapshot there whose pieces need not be written again. Empty if there is none.
         before: String,
     },
-    /// How far a snapshot is, or a shard's part of one.
+    /// How far a snapshot is, or a shard's part of one, or the loading of that.
     Saved {
         /// Its version, once it is known.
         version: Version,
-        /// Bytes that are in the store, or need not be written.
+        /// Bytes that are in the store, or need not be written; or that are loaded.
         dealt: u64,
         /// All its bytes, as far as they are known.
         of: u64,
@@ -960,6 +960,16 @@ pub enum Message {
         written: u64,
         /// All of it is in the store.
         ended: bool,
+    },
+    /// Load this shard's blocks of a new model from a snapshot in a store. To a shard, behind `BeginAt`. Said again, it tells
+    /// how far that is. Answered by `Saved`.
+    LoadCopy {
+        /// The life of the model.
+        generation: Generation,
+        /// The address of the store.
+        from: String,
+        /// The snapshot's name there.
+        name: String,
     },
 }
 

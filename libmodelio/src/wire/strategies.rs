@@ -880,6 +880,9 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
                 ended,
             })
             .boxed(),
+        (id64(Generation), text(), text())
+            .prop_map(|(generation, from, name)| Message::LoadCopy { generation, from, name })
+            .boxed(),
     ]
 }
 

@@ -10,6 +10,8 @@
 //! slice nobody writes what they read, and nobody touches what they write. Block ownership in the
 //! shard and byte ranges in the contribution tracker are what keeps that promise.
 
+mod faults;
+
 use std::any::Any;
 use std::fmt;
 use std::fs::File;
@@ -28,8 +30,6 @@ use parking_lot::Mutex;
 
 /// Bytes of a huge page.
 const HUGE: usize = 2 << 20;
-/// The most bytes that are taken in one call.
-const CHUNK: usize = 64 << 20;
 
 /// Things attached to a mapping, each with the key of its owner.
 type Attached = Vec<(usize, Arc<dyn Any + Send + Sync>)>;
@@ -183,70 +183,6 @@ impl Mapping {
 
     pub(super) fn set_promised(&self) {
         self.promised.store(true, Ordering::Relaxed);
-    }
-
-    /// Takes every page now, so that no request pays for a first touch.
-    ///
-    /// # Errors
-    /// ENOMEM when the memory is not there.
-    pub fn prefault(&self) -> io::Result<()> {
-        if self.fd.is_some() {
-            self.collapse();
-        }
-        let mut done = 0;
-        while done < self.len {
-            let len = CHUNK.min(self.len - done);
-            // SAFETY: the range lies inside the mapping; populating does not change contents.
-            let rc = unsafe {
-                libc::madvise(self.address.as_ptr().add(done).cast(), len, libc::MADV_POPULATE_WRITE)
-            };
-            if rc != 0 {
-                let error = io::Error::last_os_error();
-                // Kernels before 5.14 do not know the advice: touch the pages by hand.
-                if error.raw_os_error() == Some(libc::EINVAL) {
-                    self.touch();
-                    return Ok(());
-                }
-                return Err(error);
-            }
-            done += len;
-        }
-        Ok(())
-    }
-
-    /// Gathers a memfd in huge pages: reading it through the kernel then takes half the time. The advice
-    /// works whatever `shmem_enabled` says. Without huge pages (or before Linux 6.1) it is refused, and small
-    /// pages will do.
-    fn collapse(&self) {
-        const MADV_COLLAPSE: libc::c_int = 25;
-        let end = self.len / HUGE * HUGE;
-        // A call waits until each core has run a task of the kernel's. Meanwhile the process maps no memory.
-        for start in (0..end).step_by(CHUNK) {
-            let len = CHUNK.min(end - start);
-            // SAFETY: the range lies inside the mapping; the advice changes no contents.
-            let advise = |offset: usize, len: usize, advice: libc::c_int| unsafe {
-                libc::madvise(self.address.as_ptr().add(offset).cast(), len, advice) == 0
-            };
-            // One page of each has to exist to begin with.
-            let exist = (start..start + len)
-                .step_by(HUGE)
-                .all(|offset| advise(offset, 4096, libc::MADV_POPULATE_WRITE));
-            if !exist || !advise(start, len, MADV_COLLAPSE) {
-                return;
-            }
-        }
-    }
-
-    fn touch(&self) {
-        use std::sync::atomic::AtomicU8;
-        for offset in (0..self.len).step_by(4096) {
-            // SAFETY: in bounds; exchanging zero for zero takes the page for writing and changes no byte,
-            // whatever other threads do with it. (Adding zero would be optimised into a load.)
-            unsafe {
-                let byte = self.address.as_ptr().add(offset).cast::<AtomicU8>();
-                let _ = (*byte).compare_exchange(0, 0, Ordering::SeqCst, Ordering::Relaxed);
-            }
-        }
     }
 
     /// Gives the pages of anonymous memory back to the system, which gives zeros when they are touched again.
@@ -481,7 +417,7 @@ mod tests {
         let mut file = vec![0; 10];
         nix::sys::uio::pread(mapping.fd().unwrap(), &mut file, 9_990).unwrap();
         assert_eq!(file, b"0123456789");
-        mapping.touch();
+        mapping.touch(0..mapping.len());
         // SAFETY: single thread.
         assert_eq!(unsafe { mapping.bytes(9_990..10_000) }, b"0123456789");
     }

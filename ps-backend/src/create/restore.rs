@@ -113,9 +113,10 @@ fn restore_from(
     if !is_newest()? {
         return Ok(None);
     }
+    let (shards, place) = (None, stored.place());
     let new =
-        NewModel { name: &name, layout, metadata, controls: &controls, shards: None, record: Some(&job) };
-    make(&new, &map, &record, &there, &|piece, bytes| stored.piece(piece, bytes), &|_| ())?;
+        NewModel { name: &name, layout, metadata, controls: &controls, shards, record: Some(&job), place };
+    make(&new, &map, &record, &there, &|piece, bytes| stored.piece(piece, bytes), &|_| Ok(()))?;
     record.ready = true;
     put_ready(registry, &record, &there)?;
     Ok(Some((record, job.version)))

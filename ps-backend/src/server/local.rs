@@ -25,7 +25,7 @@ use crate::core::JobRecord;
 use crate::create::new_generation;
 use crate::partition::executor::Executor;
 use crate::partition::store::PartitionError;
-use crate::snapshot::{self, Copied, Load, SnapshotError, Source};
+use crate::snapshot::{self, Copied, SnapshotError, Stored};
 use crate::state_copies::StateCopies;
 pub use saving::Saver;
 
@@ -82,8 +82,8 @@ pub type Fill<'a> = Box<dyn FnOnce(&Mapping) -> io::Result<()> + 'a>;
 pub enum Beginning<'a> {
     /// Version 0.
     Weights(Fill<'a>),
-    /// A snapshot, with the record of its job.
-    Snapshot(JobRecord, &'a mut dyn Source),
+    /// A snapshot.
+    Snapshot(&'a Stored),
 }
 
 /// Makes a model in this process: `load` fills version 0 by its memory, and `executor` does the work on many blocks.
@@ -123,10 +123,10 @@ pub fn start_from(
             partition.store().load_whole(load)?;
             Begins::Anew
         }
-        Beginning::Snapshot(of, source) => {
-            let mut load = Load::begin(partition.store(), of.version, of.optimizer)?;
-            source.send(&mut snapshot::pieces(layout, snapshot::all_kinds(of.optimizer)), &mut load)?;
-            load.finish()?;
+        Beginning::Snapshot(stored) => {
+            let of = stored.head().record.clone();
+            partition.store().begin_at(of.version, of.optimizer)?;
+            stored.fill(partition.store())?;
             partition.begin_at(of.version);
             Begins::AtRecord(of)
         }

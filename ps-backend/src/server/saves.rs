@@ -1,4 +1,4 @@
-//! Snapshots that are being written into stores, and shards' parts of them. Each has a thread of its own. Whoever has
+//! Snapshots that are being written into stores, shards' parts of them, and the loading of such parts. Each has a thread of its own. Whoever has
 //! begun one asks again and again how far it is.
 
 use std::collections::BTreeMap;
@@ -27,6 +27,8 @@ pub(super) enum Subject {
     Copy,
     /// A whole snapshot, of which this shard has the coordinator.
     Job,
+    /// The loading of this shard's blocks from a snapshot.
+    Load,
 }
 
 /// A model's life, a snapshot of it, and what of that.

@@ -18,7 +18,8 @@ use super::saves::{Save, Subject};
 use super::shared::Shared;
 use super::{keeping, models};
 use crate::snapshot::{
-    Copied, Head, Keep, Pace, Places, SavedSnapshot, Shelf, SnapshotError, now as now_in_seconds, write_part,
+    Copied, Filling, Head, Keep, Pace, PackedReader, Places, SavedSnapshot, Shelf, SnapshotError,
+    now as now_in_seconds, write_part,
 };
 use crate::stores::{StoreError, absolute_url};
 
@@ -214,6 +215,34 @@ fn write_copy(
     shelf.add_part(snapshot, writer, &part.places)?;
     save.is_at(all, part.written);
     Ok(())
+}
+
+/// Begins to load this shard's blocks of a new model from a snapshot, or tells how far that is.
+pub(super) fn load_copy(
+    shared: &Arc<Shared>,
+    generation: Generation,
+    (from, name): (String, String),
+) -> Result<Message, Refusal> {
+    let partition = models::partition_of(shared, generation)?.1;
+    let snapshot = Shelf::number_of(&name).unwrap_or_default();
+    let this = Arc::clone(shared);
+    shared.snapshots.saves.ask((generation, snapshot, Subject::Load), move |save| {
+        let shelf = Shelf::open(&from).map_err(Refusal::other)?;
+        let description = shelf.description(&name).map_err(Refusal::other)?;
+        let (version, optimizer) = (description.head.record.version, description.head.record.optimizer);
+        save.is_of(version, 0);
+        // A model that was given up needs no blocks.
+        let done = |bytes| {
+            save.goes_on(bytes);
+            match save.is_wanted() && models::partition_of(&this, generation).is_ok() {
+                true => Ok(()),
+                false => Err(SnapshotError::Interrupted),
+            }
+        };
+        let reader = PackedReader::new(shelf.store().clone(), description, None);
+        let filled = reader.and_then(|reader| Filling::of(&reader, partition.store(), &done).run(optimizer));
+        filled.map_err(Refusal::other)
+    })
 }
 
 #[cfg(test)]

@@ -1,8 +1,10 @@
 //! A copy of a partition's newest version. While it is made no plan begins; afterwards the job goes on.
 
+use std::io;
 use std::sync::Arc;
 
 use libmodelio::bytes::available::unpromised;
+use libmodelio::bytes::pages::Pages;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::DataKind;
@@ -24,23 +26,23 @@ pub struct Copied {
 struct CopyKind {
     what: DataKind,
     starts: Vec<usize>,
-    bytes: Vec<u8>,
+    bytes: Pages,
 }
 
 impl CopyKind {
-    fn new(layout: &ModelLayout, what: DataKind) -> CopyKind {
+    fn new(layout: &ModelLayout, what: DataKind) -> io::Result<CopyKind> {
         let mut starts = vec![0];
         for block in (0..layout.blocks()).map(BlockId) {
             let range = kept_range(layout, block, what);
             starts.push(starts[block.index()] + (range.end - range.start) as usize);
         }
-        // Written to, so that its pages are there: to take them costs more than the copy does.
-        let bytes = vec![1; starts[layout.blocks() as usize]];
-        CopyKind { what, starts, bytes }
+        // Its pages are there: to take them costs more than the copy does.
+        let bytes = Pages::new(starts[layout.blocks() as usize])?;
+        Ok(CopyKind { what, starts, bytes })
     }
 
     fn fill(&mut self, kept: &PinnedState, executor: &dyn Executor) -> Result<(), SnapshotError> {
-        let mut left = self.bytes.as_mut_slice();
+        let mut left = &mut self.bytes[..];
         let mut blocks = Vec::with_capacity(self.starts.len() - 1);
         for (block, ends) in (0..).map(BlockId).zip(self.starts.windows(2)) {
             let (room, rest) = left.split_at_mut(ends[1] - ends[0]);
@@ -89,9 +91,9 @@ impl Copied {
             range.end - range.start
         };
         let needed = pieces(layout, kinds.iter().copied()).map(len).sum();
-        let make = || kinds.into_iter().map(|what| CopyKind::new(layout, what)).collect();
+        let make = || kinds.into_iter().map(|what| CopyKind::new(layout, what)).collect::<io::Result<_>>();
         let made = memory::take(needed, unpromised, make);
-        let kinds = made.map_err(|available| SnapshotError::Room { needed, available })?;
+        let kinds = made.map_err(|available| SnapshotError::Room { needed, available })??;
         Ok(Copied { layout: Arc::clone(layout), kinds })
     }
 
@@ -109,7 +111,7 @@ impl Copied {
         self.kinds.retain(|kind| kinds.contains(&kind.what));
         for what in kinds {
             if !self.kinds.iter().any(|kind| kind.what == what) {
-                self.kinds.push(CopyKind::new(&self.layout, what));
+                self.kinds.push(CopyKind::new(&self.layout, what)?);
             }
         }
         self.kinds.iter_mut().try_for_each(|kind| kind.fill(kept, executor))

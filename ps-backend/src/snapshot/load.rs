@@ -1,8 +1,5 @@
 //! The memory of a partition that begins at a snapshot.
 
-use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::reducer::Reducer;
-
 use super::{Piece, Sink, SnapshotError};
 use crate::partition::store::{PartitionError, PartitionStore};
 
@@ -10,16 +7,7 @@ use crate::partition::store::{PartitionError, PartitionStore};
 pub struct Load(PartitionStore);
 
 impl Load {
-    /// Begins: the partition is to be at `version`, with the state of `reducer`.
-    ///
-    /// # Errors
-    /// [`SnapshotError::Partition`].
-    pub fn begin(store: &PartitionStore, version: Version, reducer: Reducer) -> Result<Load, SnapshotError> {
-        store.begin_at(version, reducer)?;
-        Ok(Load(store.clone()))
-    }
-
-    /// Goes on with one that has begun.
+    /// The memory of a partition that is being loaded.
     pub fn of(store: &PartitionStore) -> Load {
         Load(store.clone())
     }

@@ -11,17 +11,20 @@
 //! | `part` | what one process writes of a snapshot |
 //! | `description` | the object without which there is no snapshot |
 //! | `reader` | a snapshot in a store as a source |
+//! | `fill` | the memory of a partition is filled from one |
 //! | `shelf::claims` | whose snapshots a store has |
 //! | `shelf::whole` | a snapshot whose data are all in one process |
 //! | `shelf` | all snapshots of a store: which there are, and which of them stay |
 
 mod description;
+mod fill;
 mod part;
 mod places;
 mod reader;
 mod shelf;
 
 pub use description::Description;
+pub use fill::Filling;
 pub use part::{Pace, Part, write_part};
 pub use places::{Pack, PieceHash, Place, Places};
 pub use reader::PackedReader;

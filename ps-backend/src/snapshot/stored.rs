@@ -5,7 +5,8 @@ use std::path::Path;
 use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::packed::{Description, PackedReader, Shelf};
-use super::{Head, MANIFEST, Piece, Reader, Sink, SnapshotError, Source};
+use super::{Filling, Head, Load, MANIFEST, Piece, Reader, Sink, SnapshotError, Source, all_kinds, pieces};
+use crate::partition::store::PartitionStore;
 use crate::stores::path_of;
 
 /// A snapshot that is read.
@@ -13,8 +14,8 @@ use crate::stores::path_of;
 pub enum Stored {
     /// A directory that `gradfs save` has written.
     Directory(Box<Reader>),
-    /// One of a store.
-    Packed(Box<PackedReader>),
+    /// One of a store, and its name there.
+    Packed(Box<PackedReader>, String),
 }
 
 /// A store, and the version that is meant there, if one is: it stands behind a `#`.
@@ -28,7 +29,7 @@ fn parts_of(place: &str) -> (&str, Option<&str>) {
 }
 
 /// The description of the snapshot that is meant at a place: the newest, or that of a version.
-fn described(shelf: &Shelf, version: Option<&str>) -> Result<Description, SnapshotError> {
+fn described(shelf: &Shelf, version: Option<&str>) -> Result<(Description, String), SnapshotError> {
     let names = shelf.names()?;
     let is_meant = |name: &&String| {
         version.is_none_or(|version| Shelf::version_of(name).is_some_and(|of| of.to_string() == version))
@@ -37,7 +38,7 @@ fn described(shelf: &Shelf, version: Option<&str>) -> Result<Description, Snapsh
         Some(version) => SnapshotError::Nothing(format!("{} has no version {version}", shelf.url())),
         None => SnapshotError::Nothing(format!("{} has no snapshot", shelf.url())),
     })?;
-    shelf.description(name)
+    Ok((shelf.description(name)?, name.clone()))
 }
 
 impl Stored {
@@ -59,24 +60,54 @@ impl Stored {
             return directory(&dir);
         }
         let shelf = Shelf::open(store)?;
-        let description = described(&shelf, version)?;
+        let (description, name) = described(&shelf, version)?;
         let reader = PackedReader::new(shelf.store().clone(), description, block_size)?;
-        Ok(Stored::Packed(Box::new(reader)))
+        Ok(Stored::Packed(Box::new(reader), name))
     }
 
     /// The store that it is in, if it is in one.
     pub fn store(&self) -> Option<Shelf> {
         match self {
             Stored::Directory(_) => None,
-            Stored::Packed(reader) => Some(Shelf::of(reader.store().clone())),
+            Stored::Packed(reader, _) => Some(Shelf::of(reader.store().clone())),
         }
+    }
+
+    /// The address of the store that it is in, and its name there, if shards can read it by themselves in blocks of the size
+    /// that it was opened with.
+    pub fn place(&self) -> Option<(&str, &str)> {
+        match self {
+            Stored::Packed(reader, name) if reader.has_its_own_blocks() => Some((reader.store().url(), name)),
+            _ => None,
+        }
+    }
+
+    /// Fills a partition that begins at this snapshot's version, and completes it.
+    ///
+    /// # Errors
+    /// [`SnapshotError`].
+    pub fn fill(&self, store: &PartitionStore) -> Result<(), SnapshotError> {
+        let optimizer = self.head().record.optimizer;
+        match self {
+            Stored::Packed(reader, _) if reader.has_its_own_blocks() => {
+                Filling::of(reader, store, &|_| Ok(())).run(optimizer)?;
+            }
+            _ => {
+                let mut bytes = Vec::new();
+                for piece in pieces(self.layout(), all_kinds(optimizer)) {
+                    self.piece(piece, &mut bytes)?;
+                    Load::of(store).take(piece, &bytes)?;
+                }
+            }
+        }
+        Ok(store.finish_loading()?)
     }
 
     /// The subject of the snapshot.
     pub fn head(&self) -> &Head {
         match self {
             Stored::Directory(reader) => reader.head(),
-            Stored::Packed(reader) => reader.head(),
+            Stored::Packed(reader, _) => reader.head(),
         }
     }
 
@@ -84,7 +115,7 @@ impl Stored {
     pub fn layout(&self) -> &ModelLayout {
         match self {
             Stored::Directory(reader) => reader.layout(),
-            Stored::Packed(reader) => reader.layout(),
+            Stored::Packed(reader, _) => reader.layout(),
         }
     }
 
@@ -92,7 +123,7 @@ impl Stored {
     pub fn len(&self) -> u64 {
         match self {
             Stored::Directory(reader) => reader.len(),
-            Stored::Packed(reader) => reader.len(),
+            Stored::Packed(reader, _) => reader.len(),
         }
     }
 
@@ -112,7 +143,7 @@ impl Stored {
     ) -> Result<(), SnapshotError> {
         match self {
             Stored::Directory(reader) => reader.verify(read),
-            Stored::Packed(reader) => reader.verify(read),
+            Stored::Packed(reader, _) => reader.verify(read),
         }
     }
 
@@ -123,7 +154,7 @@ impl Stored {
     pub fn piece(&self, piece: Piece, bytes: &mut Vec<u8>) -> Result<(), SnapshotError> {
         match self {
             Stored::Directory(reader) => reader.piece(piece, bytes),
-            Stored::Packed(reader) => reader.piece(piece, bytes),
+            Stored::Packed(reader, _) => reader.piece(piece, bytes),
         }
     }
 }
@@ -136,7 +167,7 @@ impl Source for Stored {
     ) -> Result<(), SnapshotError> {
         match self {
             Stored::Directory(reader) => reader.send(wanted, sink),
-            Stored::Packed(reader) => reader.send(wanted, sink),
+            Stored::Packed(reader, _) => reader.send(wanted, sink),
         }
     }
 }

@@ -2,13 +2,13 @@
 //! one rename; then the directory is synced. So a power cut leaves the object or nothing.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, IoSlice, Read as _, Write as _};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::io::{self, ErrorKind, Read as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 
-use super::{Existing, Listed, MAX_WHOLE, Objects, StoreError};
+use super::{Existing, Listed, MAX_WHOLE, Objects, StoreError, direct};
 
 /// In the name of a file that has no place yet.
 const PARTIAL: &str = ".partial-";
@@ -68,26 +68,6 @@ fn sync(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-/// Writes all of several parts, many with one call.
-fn write_all(file: &mut File, parts: &[&[u8]]) -> io::Result<()> {
-    /// The most that one call takes.
-    const MOST: usize = 1024;
-    for some in parts.chunks(MOST) {
-        let mut slices: Vec<IoSlice<'_>> = some.iter().map(|part| IoSlice::new(part)).collect();
-        let mut left = &mut slices[..];
-        IoSlice::advance_slices(&mut left, 0);
-        while !left.is_empty() {
-            match file.write_vectored(left) {
-                Ok(0) => return Err(ErrorKind::WriteZero.into()),
-                Ok(wrote) => IoSlice::advance_slices(&mut left, wrote),
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-    }
-    Ok(())
-}
-
 impl Objects for Directory {
     fn url(&self) -> &str {
         &self.url
@@ -103,7 +83,7 @@ impl Objects for Directory {
         let own = self.at(&format!("{name}{PARTIAL}{:016x}", u64::from_le_bytes(random)));
         let written = (|| {
             let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&own)?;
-            write_all(&mut file, parts)?;
+            direct::write(&mut file, parts)?;
             file.sync_all()?;
             let flags = match existing {
                 Existing::Replaced => RenameFlags::empty(),
@@ -135,7 +115,7 @@ impl Objects for Directory {
             let why = format!("it has {len} bytes: the rest is lost");
             return Err(self.failed(name)(io::Error::other(why)));
         }
-        file.read_exact_at(bytes, offset).map_err(self.failed(name))
+        direct::read(&file, bytes, offset).map_err(self.failed(name))
     }
 
     fn list(&self, folder: &str) -> Result<Vec<Listed>, StoreError> {

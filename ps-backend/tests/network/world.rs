@@ -304,6 +304,7 @@ pub fn blank(
         controls: &controls,
         shards: Some(shards),
         record: None,
+        place: None,
     };
     let zeros = &|(block, _): Piece, bytes: &mut Vec<u8>| {
         let block = layout.block_bytes(block);
@@ -311,7 +312,7 @@ pub fn blank(
         bytes.resize((block.end - block.start) as usize, 0);
         Ok(())
     };
-    create(registry, &new, zeros, &|_| {}).unwrap()
+    create(registry, &new, zeros, &|_| Ok(())).unwrap()
 }
 
 /// One learner of a client.

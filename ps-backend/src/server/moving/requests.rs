@@ -35,6 +35,7 @@ pub(in crate::server) fn is_between_shards(message: &Message) -> bool {
             | Message::BeginAt { .. }
             | Message::TakeSnapshot { .. }
             | Message::SaveCopy { .. }
+            | Message::LoadCopy { .. }
     )
 }
 
@@ -84,6 +85,9 @@ pub(in crate::server) fn between_shards(
         }
         Message::SaveCopy { generation, snapshot, to, before } => {
             Ok((snapshots::save_copy(shared, (generation, snapshot), (to, before))?, None))
+        }
+        Message::LoadCopy { generation, from, name } => {
+            Ok((snapshots::load_copy(shared, generation, (from, name))?, None))
         }
         other => capturing::of_snapshot(shared, other, payload, between_shards),
     }

@@ -6,7 +6,7 @@ use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::wire::DataKind;
 use serde::{Deserialize, Serialize};
 
-use crate::snapshot::Piece;
+use crate::snapshot::{Piece, SnapshotError};
 
 /// BLAKE3 of a piece, cut off. Two pieces with one hash are one: nobody finds two such, not even on purpose.
 pub type PieceHash = [u8; 16];
@@ -29,6 +29,15 @@ pub struct Place {
     pub bytes: u32,
     /// Its hash.
     pub hash: PieceHash,
+}
+
+impl Place {
+    /// The error of a piece here that does not have its hash.
+    pub(super) fn damaged(&self, (block, kind): Piece, pack: &str) -> SnapshotError {
+        let why =
+            format!("the {kind:?} of block {block} (from byte {} on) are not what was written", self.offset);
+        SnapshotError::damaged(pack.as_ref(), why)
+    }
 }
 
 /// An object with pieces.

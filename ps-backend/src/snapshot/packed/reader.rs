@@ -9,7 +9,7 @@ use libmodelio::wire::DataKind;
 use parking_lot::Mutex;
 
 use super::description::Description;
-use super::places::{Place, hash_of};
+use super::places::{Place, Places, hash_of};
 use crate::partition::store::kept_range;
 use crate::snapshot::{Head, Piece, Sink, SnapshotError, Source, send_each};
 use crate::stores::Objects;
@@ -85,6 +85,11 @@ impl PackedReader {
         &self.store
     }
 
+    /// Where its pieces lie.
+    pub(super) fn places(&self) -> &Places {
+        &self.description.places
+    }
+
     /// The subject of the snapshot.
     pub fn head(&self) -> &Head {
         &self.description.head
@@ -93,6 +98,11 @@ impl PackedReader {
     /// The model.
     pub fn layout(&self) -> &ModelLayout {
         &self.layout
+    }
+
+    /// Whether it is read in blocks of its own size.
+    pub fn has_its_own_blocks(&self) -> bool {
+        self.layout.block_size() == self.head().block_size
     }
 
     /// Bytes that [`Self::verify`] reads.
@@ -214,14 +224,10 @@ impl PackedReader {
         let mut bytes = vec![0; run.iter().map(|(.., room)| room.len()).sum()];
         self.store.read_at(name, *offset, &mut bytes)?;
         let mut left = bytes.as_slice();
-        for (place, _, (block, kind), room) in run {
+        for (place, _, piece, room) in run {
             let (now, behind) = left.split_at(room.len());
             if hash_of(now) != place.hash {
-                let why = format!(
-                    "the {kind:?} of block {block} (from byte {} on) are not what was written",
-                    place.offset
-                );
-                return Err(SnapshotError::damaged(name.as_ref(), why));
+                return Err(place.damaged(*piece, name));
             }
             room.copy_from_slice(now);
             left = behind;

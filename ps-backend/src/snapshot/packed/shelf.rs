@@ -133,6 +133,11 @@ impl Shelf {
         name.split('-').nth(1)?.strip_prefix('v')?.parse().ok().map(Version)
     }
 
+    /// The number of a snapshot of this name.
+    pub fn number_of(name: &str) -> Option<u64> {
+        u64::from_str_radix(name.rsplit('-').next()?, 16).ok()
+    }
+
     /// The name of packs of one writer of a snapshot.
     pub fn pack_name(snapshot: u64, writer: u32) -> String {
         format!("{PACKS}/{snapshot:016x}-{writer}")
@@ -256,7 +261,7 @@ impl Shelf {
         let (mut described, mut unread, mut damaged) = (Vec::new(), None, Vec::new());
         for name in self.names()? {
             // A mark that was left behind protects nothing.
-            number_of(&name).map(|snapshot| running.remove(&snapshot));
+            Shelf::number_of(&name).map(|snapshot| running.remove(&snapshot));
             match self.description(&name) {
                 Ok(description) => described.push((name, description)),
                 // Nobody can go on from it, so it needs nothing.
@@ -277,7 +282,7 @@ impl Shelf {
                 continue;
             }
             // Its mark goes first, or it would count as one that is being written.
-            number_of(&name).map_or(Ok(()), |snapshot| self.store.delete(&begun(snapshot)))?;
+            Shelf::number_of(&name).map_or(Ok(()), |snapshot| self.store.delete(&begun(snapshot)))?;
             self.store.delete(&format!("{DESCRIPTIONS}/{name}.json"))?;
         }
         // It may name any pack.
@@ -304,11 +309,6 @@ impl Shelf {
 /// The first pack of these places that is not among those that are there.
 fn lost<'a>(places: &'a Places, there: &BTreeSet<(String, u64)>) -> Option<&'a Pack> {
     places.packs().iter().find(|pack| !there.contains(&(pack.name.clone(), pack.bytes)))
-}
-
-/// The number of a snapshot of this name.
-fn number_of(name: &str) -> Option<u64> {
-    u64::from_str_radix(name.rsplit('-').next()?, 16).ok()
 }
 
 /// Whether this is the name of a snapshot.

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use libmodelio::vocabulary::ids::{BlockId, Generation, Version};
@@ -12,7 +13,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 
 use super::shelf::staying;
 use super::*;
-use crate::partition::store::kept_range;
+use crate::partition::store::{Home, Limits, PartitionStore, kept_range};
 use crate::snapshot::tests::{BLOCK, expected, head};
 use crate::snapshot::{Head, Piece, SnapshotError, kinds, pieces};
 
@@ -170,6 +171,74 @@ fn a_flipped_bit_a_short_pack_and_a_lost_one_are_refused_by_name() {
         fs::write(&path, &bytes).unwrap();
         verify().unwrap();
     }
+}
+
+/// A partition of these blocks that is about to be filled.
+fn partition(head: &Head, blocks: &[BlockId]) -> PartitionStore {
+    let (layout, optimizer) = (head.layout(head.block_size).unwrap(), head.record.optimizer);
+    let partition = layout.partition(blocks).unwrap();
+    let store = PartitionStore::new(partition, optimizer, Limits::default(), Home::default()).unwrap();
+    store.begin_at(head.record.version, optimizer).unwrap();
+    store
+}
+
+#[test]
+fn partitions_are_filled_with_their_blocks_of_a_snapshot() {
+    for (reducer, stepped) in [(Reducer::Adam, 0), (Reducer::Adam, 7), (Reducer::Sgd, 3)] {
+        let ((_dir, shelf), head) = (shelf(), head(reducer, stepped));
+        let contents = contents(&head);
+        let (name, _) = write(&shelf, 1, &head, &contents, 2, &Places::default());
+        let reader =
+            PackedReader::new(shelf.store().clone(), shelf.description(&name).unwrap(), None).unwrap();
+        for of in 0..3 {
+            let blocks: Vec<BlockId> = (of..reader.layout().blocks()).step_by(3).map(BlockId).collect();
+            let (store, there) = (partition(&head, &blocks), AtomicU64::new(0));
+            let told = |bytes| {
+                there.fetch_add(bytes, Ordering::Relaxed);
+                Ok(())
+            };
+            Filling::of(&reader, &store, &told).run(reducer).unwrap();
+            store.finish_loading().unwrap();
+            let kept = store.keep().unwrap();
+            assert_eq!(kept.version(), head.record.version);
+            let ours = contents.iter().filter(|((block, _), _)| blocks.contains(block));
+            let mut all = 0;
+            for (&(block, what), bytes) in ours {
+                let local = store.partition().local(block).unwrap();
+                assert!(kept.bytes(local, what).unwrap()[..] == bytes[..], "{what:?} of {block}");
+                all += bytes.len() as u64;
+            }
+            assert_eq!(there.into_inner(), all);
+        }
+        let all: Vec<BlockId> = (0..reader.layout().blocks()).map(BlockId).collect();
+        let interrupted = |_| Err(SnapshotError::Interrupted);
+        let outcome = Filling::of(&reader, &partition(&head, &all), &interrupted).run(reducer);
+        assert!(matches!(outcome, Err(SnapshotError::Interrupted)), "{outcome:?}");
+        let other = Head { block_size: 2 * BLOCK, ..head.clone() };
+        let outcome = Filling::of(&reader, &partition(&other, &[BlockId(0)]), &told_nothing).run(reducer);
+        assert!(outcome.unwrap_err().to_string().contains("its blocks have"));
+    }
+}
+
+fn told_nothing(_: u64) -> Result<(), SnapshotError> {
+    Ok(())
+}
+
+#[test]
+fn a_partition_is_not_filled_with_a_flipped_bit() {
+    let ((dir, shelf), head) = (shelf(), head(Reducer::Adam, 7));
+    let (name, _) = write(&shelf, 1, &head, &contents(&head), 1, &Places::default());
+    let path = files(dir.path()).into_iter().find(|path| path.parent().unwrap().ends_with("packs")).unwrap();
+    let mut bytes = fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(&path, &bytes).unwrap();
+    let reader = PackedReader::new(shelf.store().clone(), shelf.description(&name).unwrap(), None).unwrap();
+    let all: Vec<BlockId> = (0..reader.layout().blocks()).map(BlockId).collect();
+    let store = partition(&head, &all);
+    let why = Filling::of(&reader, &store, &told_nothing).run(Reducer::Adam).unwrap_err();
+    assert!(why.is_damage() && why.to_string().contains("of block"), "{why}");
+    store.finish_loading().unwrap_err();
 }
 
 #[test]
