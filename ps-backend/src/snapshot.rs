@@ -61,7 +61,8 @@ pub use head::{Head, settings};
 pub use load::Load;
 pub(crate) use packed::now;
 pub use packed::{
-    Description, Filling, Keep, Pace, Pack, PackedReader, Part, PieceHash, Place, Places, Shelf, write_part,
+    Description, Filling, Keep, Pace, Pack, PackedReader, Part, PieceHash, Place, Places, Shelf, Stepping,
+    write_part,
 };
 pub use reader::Reader;
 pub use schedule::{SavedSnapshot, SnapshotSchedule};

@@ -28,7 +28,7 @@ pub fn take(config: &SnapshotConfig) -> Result<(), Error> {
         Ok((record, address))
     };
     let to = config.to.as_deref().unwrap_or_default();
-    let mut asked = AskedSnapshot::begin(to, deadline(), find, failed)?;
+    let mut asked = AskedSnapshot::begin((to, false), deadline(), find, failed)?;
     if !config.wait && !asked.told.ended {
         let to = config.to.as_deref().unwrap_or("its store");
         println!("gradfs: a snapshot of {name} is being written into {to}: gradfs snapshots lists it then");

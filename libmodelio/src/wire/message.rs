@@ -936,6 +936,8 @@ pub enum Message {
         snapshot: u64,
         /// The address of the store. Empty for that of the setting `snapshot_to`.
         to: String,
+        /// Whether somebody waits for it. Otherwise, it makes room for the steps of the job.
+        hurries: bool,
     },
     /// Write this shard's copy into a store. Said again, it tells how far that is. Answered by `Saved`.
     SaveCopy {
@@ -947,6 +949,8 @@ pub enum Message {
         to: String,
         /// The snapshot there whose pieces need not be written again. Empty if there is none.
         before: String,
+        /// Whether somebody waits for it. Otherwise, it makes room for the steps of the job.
+        hurries: bool,
     },
     /// How far a snapshot is, or a shard's part of one, or the loading of that.
     Saved {

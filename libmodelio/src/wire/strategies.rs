@@ -854,21 +854,23 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(version, base, blocks)| Message::Unchanged { version, base, blocks })
             .boxed(),
         any::<u64>().prop_map(|token| Message::BeginWeights { token }).boxed(),
-        (text(), id64(Generation), id64(Epoch), any::<u64>(), text())
-            .prop_map(|(model, generation, epoch, snapshot, to)| Message::TakeSnapshot {
+        (text(), id64(Generation), id64(Epoch), any::<u64>(), text(), any::<bool>())
+            .prop_map(|(model, generation, epoch, snapshot, to, hurries)| Message::TakeSnapshot {
                 model,
                 generation,
                 epoch,
                 snapshot,
                 to,
+                hurries,
             })
             .boxed(),
-        (id64(Generation), any::<u64>(), text(), text())
-            .prop_map(|(generation, snapshot, to, before)| Message::SaveCopy {
+        (id64(Generation), any::<u64>(), text(), text(), any::<bool>())
+            .prop_map(|(generation, snapshot, to, before, hurries)| Message::SaveCopy {
                 generation,
                 snapshot,
                 to,
                 before,
+                hurries,
             })
             .boxed(),
         (id64(Version), any::<(u64, u64, u64, bool)>())

@@ -24,6 +24,7 @@ mod parking;
 mod plans;
 mod reservation;
 mod shown;
+mod steps;
 mod sum_memory;
 
 use std::collections::BTreeMap;
@@ -55,6 +56,7 @@ use parking::Connected;
 use reservation::{Coming, KeptPayloads};
 pub(super) use reservation::{Lent, Push, Reservation, Reserved, Room, Sender};
 pub(super) use shown::Shown;
+pub(super) use steps::StepWatch;
 pub(super) use sum_memory::SumMemory;
 
 /// The coordinator that a partition answers to.

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{Generation, Version};
@@ -43,6 +43,8 @@ pub(super) struct Save {
     written: AtomicU64,
     /// When it was asked for last. None if nobody wants it any more.
     asked: Mutex<Option<Instant>>,
+    /// Whether somebody waits for it.
+    hurries: AtomicBool,
     /// How many bytes were dealt with when that was looked at, and since when it has been as many.
     stood: Mutex<(u64, Instant)>,
     outcome: Mutex<Option<Result<(), Refusal>>>,
@@ -53,8 +55,9 @@ impl Save {
     fn new() -> Arc<Save> {
         let ([version, dealt, of, written], now) = (Default::default(), Instant::now());
         let (asked, stood) = (Mutex::new(Some(now)), Mutex::new((0, now)));
+        let hurries = AtomicBool::new(false);
         let (outcome, ends) = (Mutex::default(), Condvar::new());
-        Arc::new(Save { version, dealt, of, written, asked, stood, outcome, ends })
+        Arc::new(Save { version, dealt, of, written, asked, hurries, stood, outcome, ends })
     }
 
     /// It is of this version, and has so many bytes.
@@ -84,6 +87,11 @@ impl Save {
     /// Whether somebody has asked for it lately.
     pub(super) fn is_wanted(&self) -> bool {
         self.asked.lock().is_some_and(|asked| asked.elapsed() < UNASKED)
+    }
+
+    /// Whether somebody waits for it.
+    pub(super) fn hurries(&self) -> bool {
+        self.hurries.load(Ordering::Relaxed)
     }
 
     /// All its bytes, and those that were written.
@@ -154,19 +162,20 @@ impl Saves {
         Saves::find_running(&self.0.lock(), model).is_some()
     }
 
-    fn find_running(all: &BTreeMap<SaveName, Arc<Save>>, model: Generation) -> Option<u64> {
+    fn find_running(all: &BTreeMap<SaveName, Arc<Save>>, model: Generation) -> Option<&Arc<Save>> {
         let of_model = all.iter().filter(|((of, _, what), _)| (*of, *what) == (model, Subject::Job));
-        let mut running = of_model.filter(|(_, save)| save.is_running());
-        running.next().map(|((_, snapshot, _), _)| *snapshot)
+        of_model.map(|(_, save)| save).find(|save| save.is_running())
     }
 
-    /// Begins a save by `work`, unless it has begun. Returns how far it is.
+    /// Begins a save by `work`, unless it has begun. Returns how far it is. If it `hurries`, so does one that has begun, also
+    /// if this one has to wait for it.
     ///
     /// # Errors
     /// Those of `work`, and [`Refusal::Other`] without a thread, or if there are too many.
     pub(super) fn ask(
         &self,
         name: SaveName,
+        hurries: bool,
         work: impl FnOnce(&Save) -> Result<(), Refusal> + Send + 'static,
     ) -> Result<Message, Refusal> {
         let save = {
@@ -174,7 +183,10 @@ impl Saves {
             all.retain(|_, save| save.outcome.lock().is_none() || save.is_wanted());
             match all.get(&name) {
                 Some(save) => Arc::clone(save),
-                None if name.2 == Subject::Job && Saves::find_running(all, name.0).is_some() => {
+                None if name.2 == Subject::Job
+                    && let Some(running) = Saves::find_running(all, name.0) =>
+                {
+                    running.hurries.fetch_or(hurries, Ordering::Relaxed);
                     let why = "another snapshot of this model is being saved: run the command again later";
                     return Err(Refusal::other(why));
                 }
@@ -195,6 +207,7 @@ impl Saves {
                 }
             }
         };
+        save.hurries.fetch_or(hurries, Ordering::Relaxed);
         save.is_asked();
         save.state(PROMPT)
     }
@@ -211,7 +224,7 @@ mod tests {
     #[test]
     fn a_save_is_begun_once_and_tells_how_far_it_is() {
         let (saves, (sender, goes_on)) = (Saves::default(), channel::<()>());
-        let told = saves.ask(NAME, move |save| {
+        let told = saves.ask(NAME, false, move |save| {
             save.is_of(Version(3), 10);
             save.goes_on(4);
             goes_on.recv().map_err(Refusal::other)?;
@@ -222,9 +235,26 @@ mod tests {
         assert_eq!(told, Ok(Message::Saved { version, dealt: 4, of, written: 0, ended: false }));
         sender.send(()).unwrap();
         for _ in 0..2 {
-            let told = saves.ask(NAME, |_| panic!("it was begun"));
+            let told = saves.ask(NAME, false, |_| panic!("it was begun"));
             assert_eq!(told, Ok(Message::Saved { version, dealt: 10, of, written: 2, ended: true }));
         }
+    }
+
+    #[test]
+    fn who_hurries_hurries_the_snapshot_that_it_waits_for() {
+        let (saves, (sender, goes_on)) = (Saves::default(), channel::<()>());
+        let (seen, sees) = channel();
+        let of = |snapshot| (Generation(1), snapshot, Subject::Job);
+        let slow = move |save: &Save| {
+            while !save.hurries() && goes_on.try_recv().is_err() {
+                std::thread::yield_now();
+            }
+            seen.send(save.hurries()).map_err(Refusal::other)
+        };
+        saves.ask(of(1), false, slow).unwrap();
+        saves.ask(of(2), true, |_| panic!("one at a time")).unwrap_err();
+        assert!(sees.recv_timeout(Duration::from_secs(60)).unwrap());
+        drop(sender);
     }
 
     #[test]
@@ -233,7 +263,7 @@ mod tests {
         for (at, works) in [(1, false), (2, true)] {
             let name = (Generation(1), at, Subject::Job);
             for _ in 0..2 {
-                let told = saves.ask(name, move |_| match works {
+                let told = saves.ask(name, false, move |_| match works {
                     false => Err(Refusal::other("the disk is full")),
                     true => panic!("it panics"),
                 });

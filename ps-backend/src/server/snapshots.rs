@@ -13,12 +13,13 @@ use libmodelio::vocabulary::snapshots::{PLACE, is_place};
 use libmodelio::wire::{Message, Refusal};
 
 use super::capturing::{self, Taken, ask_each};
+use super::partition::StepWatch;
 use super::peer_shard::AnswersHere;
 use super::saves::{Save, Subject};
 use super::shared::Shared;
 use super::{keeping, models};
 use crate::snapshot::{
-    Copied, Filling, Head, Keep, Pace, PackedReader, Places, SavedSnapshot, Shelf, SnapshotError,
+    Copied, Filling, Head, Keep, Pace, PackedReader, Places, SavedSnapshot, Shelf, SnapshotError, Stepping,
     now as now_in_seconds, write_part,
 };
 use crate::stores::{StoreError, absolute_url};
@@ -35,7 +36,7 @@ type Life<'a> = (&'a str, Generation, Epoch);
 pub(super) fn take(
     shared: &Arc<Shared>,
     (model, generation, epoch): Life<'_>,
-    (snapshot, to): (u64, String),
+    (snapshot, to, hurries): (u64, String, bool),
     here: AnswersHere,
 ) -> Result<Message, Refusal> {
     let (_, settings) = models::coordinator_of(shared, model, generation)?.snapshots();
@@ -53,7 +54,7 @@ pub(super) fn take(
         return Err(Refusal::Control(why.to_owned()));
     }
     let (this, model, own) = (Arc::clone(shared), model.to_owned(), settings.to);
-    shared.snapshots.saves.ask((generation, snapshot, Subject::Job), move |save| {
+    shared.snapshots.saves.ask((generation, snapshot, Subject::Job), hurries, move |save| {
         let (life, begun) = ((&*model, generation, epoch), this.snapshots.schedules.now());
         let version = take_here(&this, save, life, (snapshot, &to, keep), here)?;
         tracing::info!(model, %version, to, "a snapshot was saved");
@@ -109,9 +110,12 @@ fn write_all(
     let record = shared.models.lock().get(model).map(|found| found.record.clone());
     let record = record.ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
     let taken = capturing::take(shared, (model, generation), epoch, (snapshot, here))?;
-    let message = Message::SaveCopy { generation, snapshot, to: shelf.url().to_owned(), before };
+    let message = |hurries| {
+        let (to, before) = (shelf.url().to_owned(), before.clone());
+        Message::SaveCopy { generation, snapshot, to, before, hurries }
+    };
     let version = taken.record.version;
-    let written = write(shared, save, &taken, &message).and_then(|()| {
+    let written = write(shared, save, &taken, message).and_then(|()| {
         let places = shelf.parts(snapshot, writers(&taken)).map_err(Refusal::other)?;
         shelf.check_packs(&places).map_err(Refusal::other)?;
         // It may have moved: then others take its snapshots, and may have removed what this one needs.
@@ -140,10 +144,15 @@ fn writers(taken: &Taken) -> impl Iterator<Item = u32> {
 }
 
 /// Has all shards write their parts, and waits for them.
-fn write(shared: &Arc<Shared>, save: &Save, taken: &Taken, message: &Message) -> Result<(), Refusal> {
+fn write(
+    shared: &Arc<Shared>,
+    save: &Save,
+    taken: &Taken,
+    message: impl Fn(bool) -> Message,
+) -> Result<(), Refusal> {
     let mut went_on = (0, Instant::now());
     loop {
-        let answers = ask_each(shared, taken.peers.values(), PROMPT, message)?;
+        let answers = ask_each(shared, taken.peers.values(), PROMPT, &message(save.hurries()))?;
         let mut all = (0, 0, 0, true);
         for answer in answers {
             let Message::Saved { dealt, of, written, ended, .. } = answer else {
@@ -171,7 +180,7 @@ fn write(shared: &Arc<Shared>, save: &Save, taken: &Taken, message: &Message) ->
 pub(super) fn save_copy(
     shared: &Arc<Shared>,
     (generation, snapshot): (Generation, u64),
-    (to, before): (String, String),
+    (to, before, hurries): (String, String, bool),
 ) -> Result<Message, Refusal> {
     let (copied, partition) = shared.snapshots.captures.copied((generation, snapshot))?;
     let writer = u32::from(shared.identity.number().0);
@@ -181,14 +190,16 @@ pub(super) fn save_copy(
     }
     drop(models);
     let this = Arc::clone(shared);
-    shared.snapshots.saves.ask((generation, snapshot, Subject::Copy), move |save| {
-        let (save, of) = ((save, &this.snapshots.pace), (snapshot, writer));
+    shared.snapshots.saves.ask((generation, snapshot, Subject::Copy), hurries, move |save| {
+        let steps = models::partition_of(&this, generation).ok().map(|(_, of)| StepWatch::of(&of));
+        let is_stepping = || !save.hurries() && steps.as_ref().is_some_and(StepWatch::is_stepping);
+        let (save, of) = ((save, (&this.snapshots.pace, &is_stepping as _)), (snapshot, writer));
         write_copy(save, (&copied, &partition), of, (&to, &before)).map_err(Refusal::other)
     })
 }
 
 fn write_copy(
-    (save, pace): (&Save, &Pace),
+    (save, pace): (&Save, (&Pace, Stepping<'_>)),
     (copied, partition): (&Copied, &PartitionLayout),
     (snapshot, writer): (u64, u32),
     (to, before): (&str, &str),
@@ -211,7 +222,7 @@ fn write_copy(
     let global = |(local, what)| Some((partition.global(local)?, what));
     let pieces = copied.pieces().filter_map(|(piece, bytes)| Some((global(piece)?, bytes)));
     let name = Shelf::pack_name(snapshot, writer);
-    let part = write_part(&**shelf.store(), &name, (&before, pace), pieces, &done)?;
+    let part = write_part(&**shelf.store(), &name, &before, pace, pieces, &done)?;
     shelf.add_part(snapshot, writer, &part.places)?;
     save.is_at(all, part.written);
     Ok(())
@@ -226,7 +237,7 @@ pub(super) fn load_copy(
     let partition = models::partition_of(shared, generation)?.1;
     let snapshot = Shelf::number_of(&name).unwrap_or_default();
     let this = Arc::clone(shared);
-    shared.snapshots.saves.ask((generation, snapshot, Subject::Load), move |save| {
+    shared.snapshots.saves.ask((generation, snapshot, Subject::Load), true, move |save| {
         let shelf = Shelf::open(&from).map_err(Refusal::other)?;
         let description = shelf.description(&name).map_err(Refusal::other)?;
         let (version, optimizer) = (description.head.record.version, description.head.record.optimizer);
@@ -267,8 +278,8 @@ mod tests {
             let (to, name) =
                 (dir.path().to_str().unwrap().to_owned(), (Generation(1), is_there.into(), Subject::Copy));
             let (copied, partition) = (Arc::clone(&copied), partition.clone());
-            let told = saves.ask(name, move |save| {
-                write_copy((save, &Pace::default()), (&copied, &partition), (7, 1), (&to, ""))
+            let told = saves.ask(name, true, move |save| {
+                write_copy((save, (&Pace::default(), &|| false)), (&copied, &partition), (7, 1), (&to, ""))
                     .map_err(Refusal::other)
             });
             match told {

@@ -34,13 +34,13 @@ pub struct AskedSnapshot {
 }
 
 impl AskedSnapshot {
-    /// Asks for a snapshot in a store, or in the job's own one if `to` is empty. `find` looks the model and the address of
-    /// its coordinator up.
+    /// Asks for a snapshot in a store, or in the job's own one if `to` is empty. If it does not hurry, it makes room for the
+    /// steps of the job. `find` looks the model and the address of its coordinator up.
     ///
     /// # Errors
     /// Those of `find`, and what `failed` makes of the coordinator's.
     pub fn begin<E>(
-        to: &str,
+        (to, hurries): (&str, bool),
         until: Instant,
         mut find: impl FnMut() -> Result<(ModelRecord, String), E>,
         failed: impl Fn(AdminError) -> E,
@@ -51,7 +51,8 @@ impl AskedSnapshot {
         loop {
             tries += 1;
             let (ModelRecord { name: model, generation, epoch, .. }, address) = find()?;
-            let message = Message::TakeSnapshot { model, generation, epoch, snapshot, to: to.to_owned() };
+            let to = to.to_owned();
+            let message = Message::TakeSnapshot { model, generation, epoch, snapshot, to, hurries };
             match ask(&address, &message, until) {
                 Ok(told) => return Ok(AskedSnapshot { address, message, told }),
                 // It has moved since it was looked up.

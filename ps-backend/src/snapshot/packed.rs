@@ -25,7 +25,7 @@ mod shelf;
 
 pub use description::Description;
 pub use fill::Filling;
-pub use part::{Pace, Part, write_part};
+pub use part::{Pace, Part, Stepping, write_part};
 pub use places::{Pack, PieceHash, Place, Places};
 pub use reader::PackedReader;
 pub(crate) use shelf::now;

@@ -47,7 +47,7 @@ impl Model {
         };
         let registry = registry::open(at).map_err(|error| failed(&error))?;
         let find = || coordinator(&*registry, &self.name, until).map_err(|error| failed(&error));
-        let begun = AskedSnapshot::begin("", until, find, |error: AdminError| failed(&error));
+        let begun = AskedSnapshot::begin(("", true), until, find, |error: AdminError| failed(&error));
         let mut asked = begun?;
         while !asked.told.ended {
             asked.look(until).map_err(|error| failed(&error))?;

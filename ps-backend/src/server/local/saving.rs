@@ -1,6 +1,7 @@
 //! Snapshots of a model in one process, as its settings say.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use libmodelio::wire::Lineage;
 use parking_lot::Mutex;
 
 use super::LocalShard;
+use crate::server::partition::StepWatch;
 use crate::snapshot::{Head, Keep, SavedSnapshot, Shelf, SnapshotError, SnapshotSchedule};
 use crate::stores::absolute_url;
 
@@ -27,6 +29,8 @@ pub struct Saver {
     /// The store that the model goes on from or owns, until it has taken that over.
     takes_over: Mutex<Option<String>>,
     started: Instant,
+    /// Somebody waits for a snapshot.
+    hurries: AtomicBool,
     /// Held while a snapshot is written.
     schedule: Mutex<SnapshotSchedule>,
 }
@@ -41,8 +45,9 @@ impl Saver {
     ) -> Arc<Saver> {
         let (of, model, layout) = (shard.clone(), model.to_owned(), Arc::clone(layout));
         let (takes_over, started) = (Mutex::new(takes_over), Instant::now());
-        let schedule = Mutex::default();
-        let saver = Arc::new(Saver { shard: of, model, layout, metadata, takes_over, started, schedule });
+        let (hurries, schedule) = (AtomicBool::new(false), Mutex::default());
+        let saver =
+            Arc::new(Saver { shard: of, model, layout, metadata, takes_over, started, hurries, schedule });
         if let Some(shard) = shard.upgrade() {
             let _ = shard.saver.set(Arc::downgrade(&saver));
         }
@@ -80,13 +85,16 @@ impl Saver {
         if settings.to.is_empty() {
             return Ok(None);
         }
-        let Some(mut schedule) = self.schedule.try_lock_for(LAST) else {
+        self.hurries.store(true, Ordering::Relaxed);
+        let locked = self.schedule.try_lock_for(LAST);
+        let Some(mut schedule) = locked else {
             return Err(format!("{} takes what is written to it too slowly, or not at all", settings.to));
         };
         schedule.is_to(&settings.to);
         if schedule.newest() != Some(version) {
             self.save(&shard, &mut schedule);
         }
+        self.hurries.store(false, Ordering::Relaxed);
         schedule.why().map_or(Ok(schedule.newest()), Err)
     }
 
@@ -123,7 +131,10 @@ impl Saver {
         let (record, controls, copied) = shard.capture()?;
         let version = record.version;
         let head = Head::new(&self.model, &self.layout, self.metadata.clone(), &controls, record);
-        let written = shelf.write_whole((u64::from_le_bytes(random), generation), (head, &copied))?;
+        let steps = StepWatch::of(&shard.partition);
+        let is_stepping = || !self.hurries.load(Ordering::Relaxed) && steps.is_stepping();
+        let snapshot = (u64::from_le_bytes(random), generation);
+        let written = shelf.write_whole(snapshot, (head, &copied), &is_stepping)?;
         let keep = Keep::of(&settings);
         let collected = shelf.check_claim(generation).and_then(|_| shelf.collect(keep, generation));
         if let Err(error) = collected {

@@ -79,12 +79,12 @@ pub(in crate::server) fn between_shards(
         Message::StopMove { model, generation, off } => {
             mover::stop_move(shared, &model, generation, off).map(done)
         }
-        Message::TakeSnapshot { model, generation, epoch, snapshot, to } => {
+        Message::TakeSnapshot { model, generation, epoch, snapshot, to, hurries } => {
             let life = (&*model, generation, epoch);
-            Ok((snapshots::take(shared, life, (snapshot, to), between_shards)?, None))
+            Ok((snapshots::take(shared, life, (snapshot, to, hurries), between_shards)?, None))
         }
-        Message::SaveCopy { generation, snapshot, to, before } => {
-            Ok((snapshots::save_copy(shared, (generation, snapshot), (to, before))?, None))
+        Message::SaveCopy { generation, snapshot, to, before, hurries } => {
+            Ok((snapshots::save_copy(shared, (generation, snapshot), (to, before, hurries))?, None))
         }
         Message::LoadCopy { generation, from, name } => {
             Ok((snapshots::load_copy(shared, generation, (from, name))?, None))

@@ -113,7 +113,7 @@ fn is_stored(shared: &Shared, held: &Held) -> Option<Version> {
 fn ask(shared: &Arc<Shared>, held: &Held, snapshot: u64, here: AnswersHere) -> Result<Message, Refusal> {
     let Held { name, generation, epoch, coordinator, .. } = held;
     if *coordinator == shared.identity.number() {
-        return take(shared, (name, *generation, *epoch), (snapshot, String::new()), here);
+        return take(shared, (name, *generation, *epoch), (snapshot, String::new(), true), here);
     }
     let listed = shared.directory.ask(|registry, deadline| registry.shards(deadline));
     let listed = listed.map_err(Refusal::other)?;
@@ -121,6 +121,7 @@ fn ask(shared: &Arc<Shared>, held: &Held, snapshot: u64, here: AnswersHere) -> R
     let record =
         record.ok_or_else(|| Refusal::other(format!("shard {coordinator}, its coordinator, is gone")))?;
     let (model, to) = (name.clone(), String::new());
-    let message = Message::TakeSnapshot { model, generation: *generation, epoch: *epoch, snapshot, to };
+    let (generation, epoch, hurries) = (*generation, *epoch, true);
+    let message = Message::TakeSnapshot { model, generation, epoch, snapshot, to, hurries };
     PeerShard::new(record, here).refused(&message, PROMPT)
 }

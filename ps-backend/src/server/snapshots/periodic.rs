@@ -72,7 +72,7 @@ fn begin(
     let mut random = [0; 8];
     let taken = getrandom::fill(&mut random).map_err(Refusal::other).and_then(|()| {
         let (life, snapshot) = ((name, generation, epoch), u64::from_le_bytes(random));
-        take(shared, life, (snapshot, settings.to.clone()), here).map(|_| snapshot)
+        take(shared, life, (snapshot, settings.to.clone(), false), here).map(|_| snapshot)
     });
     match taken {
         Ok(snapshot) => Some(Running { snapshot, to: settings.to }),

@@ -54,16 +54,37 @@ struct Filled<'a> {
     pieces: Vec<(Piece, &'a [u8], PieceHash)>,
 }
 
+/// Whether the job makes steps now. Hashing beside them takes little of the time.
+pub type Stepping<'a> = &'a (dyn Fn() -> bool + Sync);
+
+/// Beside steps, computing takes one of so many parts of the time.
+const BESIDE_STEPS: u32 = 10;
+/// How often it is looked whether there are steps.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Leaves the cores to steps, after hashing has taken them for so long.
+fn make_room(took: Duration, is_stepping: Stepping<'_>) {
+    let until = Instant::now() + took * (BESIDE_STEPS - 1);
+    while is_stepping() {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return;
+        }
+        std::thread::sleep(left.min(LOOK));
+    }
+}
+
 /// Writes pieces, which come in the order in which they are to lie. Packs are called `name` and a number. A piece that is as
-/// `before` has it is named and not written, and the others at this pace. Calls `done` with the number of bytes that are dealt with; it can return an
-/// interruption.
+/// `before` has it is named and not written, and the others at this pace. Calls `done` with the number of bytes that are
+/// dealt with; it can return an interruption.
 ///
 /// # Errors
 /// [`SnapshotError`]; the packs that are there belong to no snapshot then.
 pub fn write_part<'a>(
     store: &dyn Objects,
     name: &str,
-    (before, pace): (&Places, &Pace),
+    before: &Places,
+    (pace, is_stepping): (&Pace, Stepping<'_>),
     pieces: impl Iterator<Item = (Piece, &'a [u8])>,
     done: &(dyn Fn(u64) -> Result<(), SnapshotError> + Sync),
 ) -> Result<Part, SnapshotError> {
@@ -96,7 +117,9 @@ pub fn write_part<'a>(
         let mut sorted = Ok(());
         while pieces.peek().is_some() && sorted.is_ok() {
             let some = take_bytes(&mut pieces, PACK_BYTES);
+            let begun = Instant::now();
             let hashes: Vec<PieceHash> = some.par_iter().map(|(_, bytes)| hash_of(bytes)).collect();
+            make_room(begun.elapsed(), is_stepping);
             for ((piece, bytes), hash) in some.into_iter().zip(hashes) {
                 match before.of(piece) {
                     Some((place, pack)) if (place.hash, place.bytes as usize) == (hash, bytes.len()) => {
@@ -156,7 +179,20 @@ impl Part {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
+
+    #[test]
+    fn hashing_leaves_the_cores_to_steps_as_long_as_there_are_any() {
+        let (begin, took) = (Instant::now(), Duration::from_millis(10));
+        make_room(took, &|| true);
+        assert!(begin.elapsed() >= took * (BESIDE_STEPS - 1));
+        let looks = AtomicU32::new(0);
+        // Without an end of the steps, it would take hours.
+        make_room(Duration::from_secs(3600), &|| looks.fetch_add(1, Ordering::Relaxed) < 3);
+        assert_eq!(looks.into_inner(), 4);
+    }
 
     #[test]
     fn packs_are_written_no_faster_than_they_may() {

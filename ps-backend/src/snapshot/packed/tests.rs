@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -16,6 +17,12 @@ use super::*;
 use crate::partition::store::{Home, Limits, PartitionStore, kept_range};
 use crate::snapshot::tests::{BLOCK, expected, head};
 use crate::snapshot::{Head, Piece, SnapshotError, kinds, pieces};
+
+/// As fast as it goes.
+fn fast<'a>() -> (&'a Pace, Stepping<'a>) {
+    static PACE: LazyLock<Pace> = LazyLock::new(Pace::default);
+    (&PACE, &|| false)
+}
 
 type Contents = BTreeMap<Piece, Vec<u8>>;
 
@@ -43,10 +50,7 @@ fn write(
         of_writer.sort_by_key(|((block, kind), _)| (*kind, *block));
         let name = Shelf::pack_name(id, writer);
         let part =
-            write_part(&**shelf.store(), &name, (before, &Pace::default()), of_writer.into_iter(), &|_| {
-                Ok(())
-            })
-            .unwrap();
+            write_part(&**shelf.store(), &name, before, fast(), of_writer.into_iter(), &|_| Ok(())).unwrap();
         let text = serde_json::to_string(&part.places).unwrap();
         let read: Places = serde_json::from_str(&text).unwrap();
         assert!(read == part.places && places.add_all(&read));
@@ -248,8 +252,7 @@ fn a_snapshot_with_a_part_missing_is_none() {
     let some = contents.iter().filter(|((block, _), _)| *block != BlockId(1));
     let some = some.map(|(piece, bytes)| (*piece, &bytes[..]));
     let part =
-        write_part(&**shelf.store(), "packs/x", (&Places::default(), &Pace::default()), some, &|_| Ok(()))
-            .unwrap();
+        write_part(&**shelf.store(), "packs/x", &Places::default(), fast(), some, &|_| Ok(())).unwrap();
     let why = shelf.add((1, 0), head, 0, part.places).unwrap_err().to_string();
     assert!(why.contains("of block 1"), "{why}");
     assert_eq!(shelf.names().unwrap(), [""; 0]);
@@ -261,16 +264,15 @@ fn a_writer_that_fails_or_is_interrupted_ends_the_others() {
     let contents = contents(&head);
     let all = || contents.iter().map(|(piece, bytes)| (*piece, &bytes[..]));
     let none = Places::default();
-    let interrupted = write_part(&**shelf.store(), "packs/x", (&none, &Pace::default()), all(), &|_| {
-        Err(SnapshotError::Interrupted)
-    });
+    let interrupted =
+        write_part(&**shelf.store(), "packs/x", &none, fast(), all(), &|_| Err(SnapshotError::Interrupted));
     assert!(matches!(interrupted, Err(SnapshotError::Interrupted)));
     // Many packs, and a store that takes none.
     fs::remove_dir_all(dir.path()).unwrap();
     fs::write(dir.path(), "no directory").unwrap();
     let long = vec![7; PACK_BYTES / 2];
     let many = (0..12).map(|block| ((BlockId(block), libmodelio::wire::DataKind::Weights), &long[..]));
-    let failed = write_part(&**shelf.store(), "packs/x", (&none, &Pace::default()), many, &|_| Ok(()));
+    let failed = write_part(&**shelf.store(), "packs/x", &none, fast(), many, &|_| Ok(()));
     assert!(matches!(failed, Err(SnapshotError::Store(_))), "{failed:?}");
     fs::remove_file(dir.path()).unwrap();
     fs::create_dir(dir.path()).unwrap();

@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use libmodelio::vocabulary::ids::Generation;
 
 use super::{Places, Shelf};
-use crate::snapshot::packed::part::{Pace, write_part};
+use crate::snapshot::packed::part::{Pace, Stepping, write_part};
 use crate::snapshot::{Copied, Head, SnapshotError};
 
 /// The number of the only writer.
@@ -20,8 +20,9 @@ impl Shelf {
         &self,
         (snapshot, generation): (u64, Generation),
         (head, copied): (Head, &Copied),
+        is_stepping: Stepping<'_>,
     ) -> Result<u64, SnapshotError> {
-        let written = self.write_alone((snapshot, generation), (head, copied));
+        let written = self.write_alone((snapshot, generation), (head, copied), is_stepping);
         match &written {
             Ok(_) => self.end(snapshot, [].into_iter())?,
             Err(_) => drop(self.abandon(snapshot)),
@@ -33,12 +34,13 @@ impl Shelf {
         &self,
         (snapshot, generation): (u64, Generation),
         (head, copied): (Head, &Copied),
+        is_stepping: Stepping<'_>,
     ) -> Result<u64, SnapshotError> {
         self.begin(snapshot, generation)?;
         let before = self.newest()?.map_or_else(Places::default, |(_, places)| places);
         let name = Shelf::pack_name(snapshot, WRITER);
-        let part =
-            write_part(&**self.store(), &name, (&before, &Pace::default()), copied.pieces(), &|_| Ok(()))?;
+        let pace = (&Pace::default(), is_stepping);
+        let part = write_part(&**self.store(), &name, &before, pace, copied.pieces(), &|_| Ok(()))?;
         self.check_packs(&part.places)?;
         let claim = self.check_claim(generation)?;
         self.add((snapshot, claim), head, now(), part.places)?;
