@@ -500,14 +500,35 @@ def test_the_status_says_that_a_model_is_restored(apart, tmp_path):
     assert restorer is not begins[0]
 
 
-def test_nothing_is_undone_when_a_shard_is_told_to_end(apart, tmp_path):
+@WHO
+def test_a_shard_that_is_told_to_end_hands_its_blocks_over(apart, tmp_path, who):
+    """Each step meanwhile succeeds. So it is for a model without a store."""
     job = Job(apart(3), tmp_path / "store")
+    job.one.create("n", "--size", SIZE, block_size=BLOCK, shards=3, reducer="sum", learners=1)
+    steps, shard = job.steps(2), job.one_of(who)
+    shard.process.send_signal(signal.SIGTERM)
+    while shard.running():
+        job.step()
+        steps += 1
+    assert shard.process.wait() == 0
+    assert {"gradfs: m has moved to other shards", "gradfs: n has moved to other shards"} <= set(shard.stdout().splitlines())
+    job.step()
+    assert job.shown() == job.number("version") == steps + 1 and job.restored() == 0
+    other = job.one.mount(models=["n"])
+    job.step(other)
+    assert job.shown(other) == other.version() == 1
+
+
+def test_nothing_is_undone_when_a_shard_is_told_to_end_and_no_other_is_there(apart, tmp_path):
+    job = Job(apart(1), tmp_path / "store", shards=1)
     job.steps(2)
     job.mount.control("snapshot_every", 0)
     for _ in range(3):
         job.step()
-    assert job.shown() == 5
-    assert job.coordinator().stop() == 0
+    shard = job.coordinator()
+    assert job.shown() == 5 and shard.stop() == 0
+    assert "gradfs: version 5 of m is in its store" in shard.stdout()
+    restarted(job.one, shard)
     job.goes_on("SIGTERM")
     assert job.shown() == 6 and job.restored() == 1
 

@@ -7,11 +7,13 @@ import re
 import select
 import signal
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
 from conftest import gradfs_binary  # noqa: F401
 from filetools import BLOCK, eventually
+from patience import HANGS
 from test_snapshots import (  # noqa: F401
     LEARNERS,
     SETTINGS,
@@ -383,6 +385,19 @@ def test_shards_that_are_told_to_end_take_a_last_snapshot(cluster, gradfs, model
     assert listed(gradfs, store)[-1] == 4
     job.kill()
     assert Job(cluster, 2, "--from", store).mount.weights() == whole_on_shards[0]
+
+
+def test_a_shard_that_does_not_see_the_store_is_sent_its_blocks(cluster, model, tmp_path, whole_on_shards):
+    """The command sees the store where the shards see an empty directory."""
+    job, store, seen = Job(cluster, 2, model=model, snapshot_every=0, **SETTINGS), tmp_path / "store", tmp_path / "seen"
+    train(job.mount, range(4))
+    snapshot(job, store)
+    seen.mkdir()
+    words = [gradfs_binary(), "create", "again", "--from", seen, "--registry", job.cluster.registry]
+    script = 'mount --bind "$0" "$1"; shift; exec "$@"'
+    created = subprocess.run(["unshare", "-m", "sh", "-c", script, store, seen, *words], capture_output=True, text=True, timeout=HANGS)
+    assert created.returncode == 0 and not os.listdir(seen), created.stderr
+    assert job.cluster.mount(models=["again"]).weights() == whole_on_shards[0]
 
 
 def test_a_last_snapshot_that_fails_ends_a_shard_with_1(cluster, model, tmp_path):

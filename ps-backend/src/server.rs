@@ -178,6 +178,11 @@ impl Server {
         self.shared.identity.number()
     }
 
+    /// Whether it has blocks of a model.
+    pub fn holds_models(&self) -> bool {
+        !self.shared.models.lock().is_empty()
+    }
+
     /// Has the last snapshots of all models taken whose jobs have a store, before the shard ends.
     pub fn save_all(&self, within: Duration) -> Vec<LastSnapshot> {
         snapshots::last::save_all(&self.shared, moving::between_shards, within)

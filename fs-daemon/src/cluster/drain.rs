@@ -6,13 +6,16 @@
 
 mod coordinators;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::registry::{Registry, RegistryError};
+use libmodelio::vocabulary::ids::ShardId;
 use libmodelio::wire::{Fate, HeldPartition, ModelRecord, ShardRecord};
 
 use super::{ask, deadline, explain_new_registry, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
+use crate::config::registry::RegistryAt;
 use crate::error::Error;
 use crate::signals::Interrupt;
 use coordinators::{Unmoved, stop_move};
@@ -40,7 +43,14 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
     }
     table.drain(shard.shard, deadline()).map_err(failed)?;
     let mut moved = Vec::new();
-    let drain = Drain { config, table, shard, interrupt };
+    let drain = Drain {
+        registry: &config.registry,
+        timeout: config.timeout,
+        hold: config.hold,
+        table,
+        shard,
+        interrupt: Some(interrupt),
+    };
     loop {
         if let Err(Failure { error, undo }) = drain.all(&mut moved) {
             return Err(give_up(table, shard, &moved, error, undo));
@@ -105,11 +115,49 @@ fn give_up(table: &dyn Registry, shard: &ShardRecord, moved: &[String], error: E
 }
 
 struct Drain<'a> {
-    config: &'a DrainConfig,
+    registry: &'a RegistryAt,
+    timeout: Duration,
+    hold: Option<Duration>,
     table: &'a dyn Registry,
     /// The shard's record before the drain.
     shard: &'a ShardRecord,
-    interrupt: Interrupt,
+    /// What stops it, if something may.
+    interrupt: Option<Interrupt>,
+}
+
+/// A shard that is about to end, and hands over what it has.
+pub(super) struct HandOver<'a> {
+    registry: &'a RegistryAt,
+    table: Arc<dyn Registry>,
+    shard: ShardRecord,
+}
+
+impl<'a> HandOver<'a> {
+    /// Marks a shard, so that it takes no more models. Nothing if there is no other one, or the registry does not answer.
+    pub(super) fn begin(registry: &'a RegistryAt, shard: ShardId) -> Option<HandOver<'a>> {
+        let table = self::registry(registry).ok()?;
+        let shards = table.shards(deadline()).ok()?;
+        let (ours, others): (Vec<_>, Vec<_>) = shards.into_iter().partition(|of| of.shard == shard);
+        let shard = ours.into_iter().next().filter(|_| !others.is_empty())?;
+        table.drain(shard.shard, deadline()).ok()?;
+        Some(HandOver { registry, table, shard })
+    }
+
+    /// Moves all models to shards that stay, if there are any. Returns which have moved, and why others have not.
+    pub(super) fn run(&self, timeout: Duration) -> (Vec<String>, Result<(), Error>) {
+        let (mut moved, table) = (Vec::new(), &*self.table);
+        let shards = match table.shards(deadline()) {
+            Ok(shards) => shards,
+            Err(error) => return (moved, Err(registry_error(self.registry, error))),
+        };
+        if shards.iter().all(|of| of.draining || of.shard == self.shard.shard) {
+            return (moved, Err(Error::new("no other shard takes models")));
+        }
+        let HandOver { registry, shard, .. } = self;
+        let drain = Drain { registry, timeout, hold: None, table, shard, interrupt: None };
+        let outcome = drain.all(&mut moved).map_err(|Failure { error, .. }| error);
+        (moved, outcome)
+    }
 }
 
 /// The outcome for a model that was on the shard.
@@ -120,17 +168,22 @@ enum Left {
 }
 
 impl Drain<'_> {
+    /// What has stopped it.
+    fn interrupt(&self) -> Option<&str> {
+        self.interrupt.as_ref()?.why()
+    }
+
     fn all(&self, moved: &mut Vec<String>) -> Result<(), Failure> {
-        let until = Instant::now() + self.config.timeout;
+        let until = Instant::now() + self.timeout;
         // A model that is being made may not have been there at the first look.
         loop {
-            let left = models_on(self.table, self.shard)
-                .map_err(|error| registry_error(&self.config.registry, error))?;
+            let left =
+                models_on(self.table, self.shard).map_err(|error| registry_error(self.registry, error))?;
             if left.is_empty() {
                 return Ok(());
             }
             for record in left {
-                if let Some(why) = self.interrupt.why() {
+                if let Some(why) = self.interrupt() {
                     return Err(Error::new(format!("interrupted by {why}")).into());
                 }
                 let name = record.name.clone();
@@ -146,7 +199,7 @@ impl Drain<'_> {
     fn one(&self, mut record: ModelRecord, until: Instant) -> Result<Left, Failure> {
         let (shard, name) = (self.shard, record.name.clone());
         // The outcome of a requested move is unknown.
-        let unknown = |error| Failure { error: registry_error(&self.config.registry, error), undo: false };
+        let unknown = |error| Failure { error: registry_error(self.registry, error), undo: false };
         loop {
             let asked = self.ask_coordinator(&record, until);
             let is_late = || Instant::now() >= until;
@@ -172,7 +225,7 @@ impl Drain<'_> {
             let changes = (now.epoch, now.ready) != (record.epoch, record.ready) || !now.ready;
             let still_there = || Unmoved::from("the registry says that it is still there".to_owned());
             let Unmoved { why, passes } = asked.err().unwrap_or_else(still_there);
-            if !(passes || changes) || is_late() || self.interrupt.why().is_some() {
+            if !(passes || changes) || is_late() || self.interrupt().is_some() {
                 let why =
                     format!("{name} cannot be moved off shard {} at {}: {why}", shard.shard, shard.address);
                 return Err(Error::new(why).into());

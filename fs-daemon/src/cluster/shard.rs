@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
@@ -10,6 +10,7 @@ use libmodelio::wire::Checksum;
 use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
 use ps_backend::state_copies::StateCopies;
 
+use super::drain::HandOver;
 use crate::background::Ready;
 use crate::config::cluster::{RegistryConfig, ShardConfig};
 use crate::config::endpoint::Endpoint;
@@ -57,7 +58,8 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
         device_memory: None,
         snapshot_rate: config.snapshot_rate,
     };
-    serve(options, config.metrics.as_ref(), (ready, config.stop_timeout), |server| {
+    let stop = Stop { within: config.stop_timeout, registry: config.registry.as_ref() };
+    serve(options, config.metrics.as_ref(), ready, stop, |server| {
         let registry = match &config.registry {
             Some(registry) => format!("registry {registry}"),
             None => "and is the registry".to_owned(),
@@ -88,7 +90,8 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
         device_memory: None,
         snapshot_rate: None,
     };
-    serve(options, None, (ready, Duration::ZERO), |server| {
+    let stop = Stop { within: Duration::ZERO, registry: None };
+    serve(options, None, ready, stop, |server| {
         let passes_on = config.registry.as_ref().map(|at| format!(", and passes all on to {at}"));
         format!(
             "the registry listens on {}{}; {}",
@@ -99,10 +102,19 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
     })
 }
 
+/// What a process that is told to end does with its models.
+struct Stop<'a> {
+    /// How long that may take.
+    within: Duration,
+    /// The registry, if it is elsewhere: it stays, and so do models that have moved.
+    registry: Option<&'a RegistryAt>,
+}
+
 fn serve(
     options: ServerOptions,
     metrics: Option<&Endpoint>,
-    (ready, stop_timeout): (Ready, Duration),
+    ready: Ready,
+    stop: Stop<'_>,
     describe: impl FnOnce(&Server) -> String,
 ) -> Result<(), Error> {
     let stops = signals::install()?;
@@ -129,29 +141,43 @@ fn serve(
     ready.announce()?;
     let why = stops.wait();
     tracing::info!("stopping: {why}");
-    let saved = save_all(&server, stop_timeout);
+    let kept = stop.keep_all(&server);
     drop(scraped);
     server.shut_down();
-    saved
+    kept
 }
 
-/// Has the last snapshots taken. A model without a store is lost, as people must know.
-fn save_all(server: &Server, within: Duration) -> Result<(), Error> {
-    let mut failed = Vec::new();
-    for (model, saved) in server.save_all(within) {
-        match saved {
-            Ok(Some(version)) => tracing::info!(model, %version, "the newest version is in its store"),
-            Ok(None) => tracing::warn!(
-                "its blocks of {model} are lost (gradfs drain moves them off a shard); --snapshot-to would keep them"
-            ),
-            Err(why) => failed.push(format!("{model}: {why}")),
+impl Stop<'_> {
+    /// Has the last snapshots taken, and then moves the models to other shards, which disturbs no job. So whatever
+    /// becomes of the move, nothing is lost. A model that has no store and does not move is lost, as people must know.
+    fn keep_all(&self, server: &Server) -> Result<(), Error> {
+        if self.within.is_zero() || !server.holds_models() {
+            return Ok(());
         }
+        let begun = Instant::now();
+        // From now on others that end as well move nothing here.
+        let hand_over = self.registry.and_then(|registry| HandOver::begin(registry, server.shard()));
+        let saved = server.save_all(self.within);
+        let left = self.within.saturating_sub(begun.elapsed());
+        let (moved, outcome) = hand_over.map(|of| of.run(left)).unwrap_or((Vec::new(), Ok(())));
+        if let Err(error) = outcome {
+            tracing::info!("not all models are moved to other shards: {error}");
+        }
+        let mut failed = Vec::new();
+        for (model, saved) in saved {
+            match saved {
+                _ if moved.contains(&model) => println!("gradfs: {model} has moved to other shards"),
+                Ok(Some(version)) => println!("gradfs: version {version} of {model} is in its store"),
+                Ok(None) => tracing::warn!("its blocks of {model} are lost; --snapshot-to would keep them"),
+                Err(why) => failed.push(format!("{model}: {why}")),
+            }
+        }
+        if failed.is_empty() {
+            return Ok(());
+        }
+        let lost = "blocks are lost: no last snapshot was saved";
+        Err(Error::new(lost)
+            .caused_by(failed.join("; "))
+            .hint("the snapshot before stands: gradfs snapshots lists it"))
     }
-    if failed.is_empty() {
-        return Ok(());
-    }
-    let lost = "blocks are lost: no last snapshot was saved";
-    Err(Error::new(lost)
-        .caused_by(failed.join("; "))
-        .hint("the snapshot before stands: gradfs snapshots lists it"))
 }

@@ -152,7 +152,7 @@ pub struct ShardArgs {
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = |text: &str| Endpoint::parse(text, METRICS_PORT))]
     metrics: Option<Endpoint>,
-    /// Seconds for the last snapshots when the shard is told to end, of jobs with --snapshot-to; a second signal ends it
+    /// Seconds for last snapshots and moves to other shards when the shard is told to end; a second signal ends it
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = whole(0..=MAX_STOP, STOP))]
     stop_timeout: usize,
     /// The most bytes a second that snapshots write into their stores, as 200MiB: other traffic has the rest

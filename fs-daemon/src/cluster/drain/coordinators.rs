@@ -48,7 +48,7 @@ impl Drain<'_> {
             generation: record.generation,
             off: self.shard.shard,
             timeout_ms: millis(until.saturating_duration_since(Instant::now())),
-            hold_ms: self.config.hold.map_or(0, millis),
+            hold_ms: self.hold.map_or(0, millis),
         };
         let asks = || request(&coordinator.address, &message, until + GRACE);
         let progress = progress::bar(progress::THINGS, 0, format!("{}: moves", record.name));
@@ -59,7 +59,7 @@ impl Drain<'_> {
             while !asked.is_finished() {
                 std::thread::sleep(CHECK_INTERVAL);
                 show(&progress, record, &coordinator);
-                if let Some(why) = self.interrupt.why()
+                if let Some(why) = self.interrupt()
                     && !std::mem::replace(&mut stopped, true)
                 {
                     let name = &record.name;
