@@ -11,6 +11,7 @@ open waits until its last step is in.
 """
 
 import contextlib
+import itertools
 import mmap
 import os
 
@@ -131,14 +132,14 @@ def learner(job, rank):
         directory.rmdir()  # Leaves it.
 
 
-def train_alone(job, layout, weights):
-    """The same training in this process, with whole batches and no mount."""
+def train_alone(job, layout, weights, first=0):
+    """The same training in this process from step `first` on, with whole batches and no mount."""
     train_images, train_labels, _, _ = load_data()
     weights, gradient = weights.copy(), np.empty_like(weights)
-    for epoch in range(job.epochs):
-        for images, labels in epoch_batches(train_images, train_labels, job, epoch):
-            backpropagate(layout.views(weights), images, labels, layout.views(gradient))
-            weights -= np.float32(job.lr) * gradient
+    batches = (batch for epoch in range(job.epochs) for batch in epoch_batches(train_images, train_labels, job, epoch))
+    for images, labels in itertools.islice(batches, first, None):
+        backpropagate(layout.views(weights), images, labels, layout.views(gradient))
+        weights -= np.float32(job.lr) * gradient
     return weights
 
 

@@ -7,8 +7,9 @@
     gradfs mount /mnt/job &
     train_restored.py /mnt/job/digits
 
-It is train_digits.py with the Python package. A batch is a function of the number of its step, so the loader goes back
-to any step. The weights at the end are those of a training in which no shard has died.
+It is train_digits.py with the Python package. A batch is a function of the number of its step, so the loader goes to any
+step. The weights at the end are those of a training in which no shard has died. If everything has died, `gradfs create
+digits --from /shared/digits` makes the job anew, and the same command goes on with it.
 """
 
 from digits import Layout, arguments, check, configure, epoch_batches, load_data, parse, run_learners, share
@@ -46,8 +47,9 @@ def learner(job, rank):
     """One learner process, from joining to leaving; returns how often it went back."""
     model, batches, times = gradfs.open(job.model), Batches(job, rank), 0
     gradient = {name: np.empty(tensor.shape, np.float32) for name, tensor in model.layout.items()}
-    begun, step = steps_of(model, model.version), 0
     with model.join(f"learner{rank}") as me:
+        step = steps_of(model, model.version)
+        print(f"learner {rank}: begins at step {step}", flush=True)
         while step < len(batches):
             try:
                 with me.pull() as weights:
@@ -56,7 +58,7 @@ def learner(job, rank):
                 step += 1
             except gradfs.RolledBack as back:
                 # What was pushed since the snapshot is undone, so it is done again.
-                before, step = step, steps_of(model, back.to_version) - begun
+                before, step = step, steps_of(model, back.to_version)
                 times += 1
                 print(f"learner {rank}: from step {before} back to {step}", flush=True)
     return times
@@ -73,7 +75,7 @@ def main():
     accuracy = accuracy_of(layout.views(trained), *load_data()[2:])
     print(f"{last - first} steps, test accuracy {accuracy:.4f}; restored {times[0]} times", flush=True)
     if job.check:
-        check(job, layout, trained, train_alone(job, layout, initial), accuracy, last - first)
+        check(job, layout, trained, train_alone(job, layout, initial, first), accuracy, last)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m gradfs.convert checkpoint.pt model.safetensors      the weights, as the first file of a model
     python -m gradfs.convert checkpoint.pt snapshot/              with the optimizer's state: gradfs up --from snapshot/
+    python -m gradfs.convert model.safetensors snapshot/ --state optimizer.pt --names names    the same, of two files
     python -m gradfs.convert snapshot/ checkpoint.pt              and back, with the state by parameters' names
     python -m gradfs.convert snapshot/ checkpoint.pt --like old.pt    with the groups and numbers of old.pt
 
@@ -53,9 +54,9 @@ _BLOCK_SIZE = 256 << 10
 _REDUCED = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 # Buffers that a checkpoint has among its weights: what the ranks average, and what they count.
 _AVERAGED, _COUNTED = ("running_mean", "running_var"), ("num_batches_tracked",)
-# The polynomial of CRC32C, reflected, and the bytes of a lane: a block's lanes are computed side by side.
+# The polynomial of CRC32C, reflected; and the bytes of a lane, and the blocks, which are computed side by side.
 _POLYNOMIAL = 0x82F63B78
-_LANE = 512
+_LANE, _AT_ONCE = 1024, 64
 
 
 class Checkpoint(NamedTuple):
@@ -76,78 +77,115 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--optimizer", choices=("adam", "adamw"), help="which of the two, where the source does not tell"
     )
+    parser.add_argument("--state", type=Path, help="a file with the optimizer's state, if the source has weights alone")
+    parser.add_argument(
+        "--names", type=Path, help="a file with the names of the optimizer's parameters in its order, one a line"
+    )
     parser.add_argument(
         "--like", type=Path, help="a checkpoint whose optimizer has the wanted groups, with their settings and numbers"
     )
     options = parser.parse_args(arguments)
     try:
-        convert(options.source, options.to, options.optimizer, options.like)
+        names = options.names.read_text().splitlines() if options.names else None
+        convert(options.source, options.to, options.optimizer, options.like, options.state, names)
     except (GradfsError, OSError, TypeError) as error:
         print(f"gradfs.convert: error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def convert(source: Path, to: Path, optimizer: str | None = None, like: Path | None = None) -> None:
-    """Converts `source` to what the name of `to` says. Raises Refused for what cannot be carried."""
+def convert(
+    source: Path,
+    to: Path,
+    optimizer: str | None = None,
+    like: Path | None = None,
+    state: Path | None = None,
+    names: list[str] | None = None,
+) -> None:
+    """Converts `source` to what the name of `to` says. Raises Refused for what cannot be carried.
+
+    `state` is a file with the optimizer's state, and `names` has the names of its parameters in its order.
+    """
     import torch
 
-    if (source / "manifest.json").exists() or source.suffix == ".safetensors":
+    if (source / "manifest.json").exists() or (source.suffix == ".safetensors" and state is None):
         if to.suffix not in {".pt", ".pth"}:
             raise Refused(f"{to}: a snapshot becomes a checkpoint of torch: name a .pt file")
         result = _of_snapshot(source) if source.is_dir() else {"model": _tensors(source)}
         if like is not None and "optimizer" in result:
-            result["optimizer"] = _numbered(result["optimizer"], _of_torch(like))
+            result["optimizer"] = _numbered(result["optimizer"], _of_torch(like, None, names))
         with first_file.replacing(to) as file:
             torch.save(result, file)
         return
-    checkpoint = _of_torch(source)
+    checkpoint = _of_torch(source, state, names)
+    if not checkpoint.weights:
+        raise Refused(f"{source} has no weights under {', '.join(_MODEL_KEYS)}")
     if to.suffix == ".safetensors":
         first_file.create_from(checkpoint.weights, to)
     elif checkpoint.groups:
         _write_snapshot(checkpoint, to, optimizer)
     else:
-        raise Refused(f"{source} has no optimizer's state: convert it to a .safetensors file")
+        raise Refused(f"{state or source} has no optimizer's state: convert it to a .safetensors file, or give --state")
 
 
-def _of_torch(path: Path) -> Checkpoint:
+def _loaded(path: Path) -> Mapping[str, Any]:
+    """What a file of torch or safetensors holds."""
     import torch
 
+    if path.suffix == ".safetensors":
+        return _tensors(path)
     found = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(found, Mapping):
         raise Refused(f"{path} is no checkpoint: it holds a {type(found).__name__}")
+    return found
+
+
+def _of_torch(path: Path, state_of: Path | None, names_of: list[str] | None) -> Checkpoint:
+    """The checkpoint of a file, whose optimizer may be in another one. A file of an optimizer alone has no weights."""
+    import torch
+
+    found = _loaded(path)
     weights = next((found[key] for key in _MODEL_KEYS if isinstance(found.get(key), Mapping)), found)
-    optimizer = next((found[key] for key in _OPTIMIZER_KEYS if isinstance(found.get(key), Mapping)), None)
+    kept = found if state_of is None else _loaded(state_of)
+    inner = next((kept[key] for key in _OPTIMIZER_KEYS if isinstance(kept.get(key), Mapping)), None)
+    optimizer = kept if "param_groups" in kept else inner
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     if tensors and all(name.startswith("module.") for name in tensors):
         tensors = {name[len("module.") :]: value for name, value in tensors.items()}
     tensors = dict(first_file.unique(tensors))
-    if not tensors:
-        raise Refused(f"{path} has no weights under {', '.join(_MODEL_KEYS)}")
     if optimizer is None:
         return Checkpoint(tensors, {}, [])
     groups = [dict(group) for group in optimizer["param_groups"]]
-    names = _names(path, tensors, groups)
+    # In a safetensors file, tensors have lost the order of parameters.
+    names = _names(state_of or path, {} if path.suffix == ".safetensors" else tensors, groups, names_of)
+    if missing := sorted(set(names.values()) - set(tensors or names.values())):
+        raise Refused(f"{path} has no weight {missing[0]}, which the optimizer has; {_HOW_TO_NAME}")
     state = {names[key]: dict(value) for key, value in optimizer["state"].items()}
     for group in groups:
         group["params"] = [names[key] for key in group["params"]]
     for name, key, value in ((name, *pair) for name, values in state.items() for pair in values.items()):
-        if name not in tensors or (key != "step" and value is not None and value.shape != tensors[name].shape):
-            raise Refused(f"{path}: the optimizer's {key} of {name} is not of that tensor; {_HOW_TO_NAME}")
+        if tensors and key != "step" and value is not None and value.shape != tensors[name].shape:
+            raise Refused(f"{state_of or path}: the optimizer's {key} of {name} is not of that tensor; {_HOW_TO_NAME}")
     return Checkpoint(tensors, state, groups)
 
 
-_HOW_TO_NAME = "make the optimizer of named_parameters(), so that the checkpoint has the names"
+_HOW_TO_NAME = "give --names, or make the optimizer of named_parameters(), so that the checkpoint has the names"
 
 
-def _names(path: Path, weights: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[Any, str]:
+def _names(
+    path: Path, weights: Mapping[str, Any], groups: list[dict[str, Any]], given: list[str] | None
+) -> dict[Any, str]:
     """The names of an optimizer's parameters, which torch numbers in the order in which it got them."""
     keys = [key for group in groups for key in group["params"]]
+    if given is not None:
+        if not len(given) == len(set(given)) == len(keys):
+            raise Refused(f"{path} has {len(keys)} parameters, and --names has {len(set(given))} different names")
+        return {key: name.removeprefix("module.") for key, name in zip(keys, given)}
     if all(isinstance(key, str) for key in keys):
         return {key: key.removeprefix("module.") for key in keys}
     if all("param_names" in group for group in groups):
-        given = [name.removeprefix("module.") for group in groups for name in group["param_names"]]
-        return dict(zip(keys, given))
+        own = [name.removeprefix("module.") for group in groups for name in group["param_names"]]
+        return dict(zip(keys, own))
     names = [name for name in weights if name.rpartition(".")[2] not in _AVERAGED + _COUNTED]
     if len(groups) > 1 or len(names) != len(keys):
         raise Refused(f"{path}: nothing tells which of the optimizer's {len(keys)} parameters is which; {_HOW_TO_NAME}")
@@ -328,56 +366,68 @@ def _tensors(path: Path) -> dict[str, Any]:
 
 
 def _checked(path: Path) -> dict[str, Any]:
+    sums: list[int] = []
     with open(path, "rb") as file:
-        sums = "".join(f"{crc32c(block):08x}" for block in iter(lambda: file.read(_BLOCK_SIZE), b""))
-    return {"name": path.name, "bytes": path.stat().st_size, "crc32c": sums}
+        for blocks in iter(lambda: file.read(_AT_ONCE * _BLOCK_SIZE), b""):
+            whole = len(blocks) // _BLOCK_SIZE * _BLOCK_SIZE
+            sums += _sums(blocks[:whole], _BLOCK_SIZE) if whole else []
+            sums += [crc32c(blocks[whole:])] if whole < len(blocks) else []
+    return {"name": path.name, "bytes": path.stat().st_size, "crc32c": "".join(f"{one:08x}" for one in sums)}
 
 
 def crc32c(data: bytes) -> int:
     """The CRC32C of some bytes."""
-    import numpy
-
-    table = _table()
-    state = 0xFFFFFFFF
-    if len(data) < 4:
-        for byte in data:
-            state = int(table[(state ^ byte) & 255]) ^ state >> 8
-        return state ^ 0xFFFFFFFF
-    # Zeros in front change nothing, and inverted first bytes are as good as a state of ones.
-    padded = bytes(-len(data) % _LANE) + bytes(byte ^ 255 for byte in data[:4]) + data[4:]
-    columns = numpy.ascontiguousarray(numpy.frombuffer(padded, "u1").reshape(-1, _LANE).T)
-    lanes = numpy.zeros(columns.shape[1], "u4")
-    for column in columns:
-        lanes = table[(lanes ^ column) & 255] ^ lanes >> 8
-    state, over = 0, _over_lane()
-    for lane in lanes.tolist():
-        state = (
-            over[0][state & 255] ^ over[1][state >> 8 & 255] ^ over[2][state >> 16 & 255] ^ over[3][state >> 24] ^ lane
-        )
+    if len(data) >= 4:
+        return _sums(data, len(data))[0]
+    state, table = 0xFFFFFFFF, _table(8)
+    for byte in data:
+        state = int(table[(state ^ byte) & 255]) ^ state >> 8
     return state ^ 0xFFFFFFFF
 
 
-@functools.cache
-def _table() -> Any:
-    """What each byte makes of a state of zeros."""
+def _sums(data: bytes, size: int) -> list[int]:
+    """The CRC32C of each block of `size` bytes, which is 4 at least."""
     import numpy
 
-    values = numpy.arange(256, dtype="u4")
-    for _ in range(8):
+    # Zeros in front change nothing, and inverted first bytes are as good as a state of ones.
+    zeros = -size % _LANE
+    padded = numpy.zeros((len(data) // size, zeros + size), "u1")
+    padded[:, zeros:] = numpy.frombuffer(data, "u1").reshape(-1, size)
+    padded[:, zeros : zeros + 4] ^= 255
+    # Lanes of all blocks side by side, two bytes a time.
+    table = _table(16)
+    lanes = numpy.zeros(padded.size // _LANE, "u4")
+    for column in numpy.ascontiguousarray(padded.reshape(-1).view("<u2").reshape(-1, _LANE // 2).T):
+        lanes = table[(lanes ^ column) & 0xFFFF] ^ lanes >> 16
+    # And then each block's lanes one behind the other.
+    over = _over_lane()
+    state = numpy.zeros(len(padded), "u4")
+    for lane in numpy.ascontiguousarray(lanes.reshape(len(padded), -1).T):
+        state = over[0][state & 0xFFFF] ^ over[1][state >> 16] ^ lane
+    return [int(one) for one in state ^ 0xFFFFFFFF]
+
+
+@functools.cache
+def _table(bits: int) -> Any:
+    """What so many bits make of a state of zeros."""
+    import numpy
+
+    values = numpy.arange(1 << bits, dtype="u4")
+    for _ in range(bits):
         values = numpy.where(values & 1, values >> 1 ^ _POLYNOMIAL, values >> 1)
     return values.astype("u4")
 
 
 @functools.cache
-def _over_lane() -> list[list[int]]:
-    """What a lane of zeros makes of each byte of a state."""
+def _over_lane() -> Any:
+    """What a lane of zeros makes of each half of a state."""
     import numpy
 
-    table = _table()
-    values = numpy.concatenate([numpy.arange(256, dtype="u4") << shift for shift in (0, 8, 16, 24)])
-    for _ in range(_LANE):
-        values = table[values & 255] ^ values >> 8
-    return [list(part) for part in values.reshape(4, 256).tolist()]
+    halves = numpy.arange(1 << 16, dtype="u4")
+    table, values = _table(16), numpy.stack([halves, halves << 16])
+    for _ in range(_LANE // 2):
+        values = table[values & 0xFFFF] ^ values >> 16
+    return values
 
 
 if __name__ == "__main__":
