@@ -11,6 +11,7 @@ use super::Drain;
 use crate::cluster::status::moving;
 use crate::cluster::{ask, deadline, list, request};
 use crate::progress;
+use crate::signals::Interrupt;
 
 /// How often the coordinator is asked how far it is, and whether somebody wants to stop is looked at.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -59,7 +60,7 @@ impl Drain<'_> {
             while !asked.is_finished() {
                 std::thread::sleep(CHECK_INTERVAL);
                 show(&progress, record, &coordinator);
-                if let Some(why) = self.interrupt()
+                if let Some(why) = self.interrupt.as_ref().and_then(Interrupt::why)
                     && !std::mem::replace(&mut stopped, true)
                 {
                     let name = &record.name;
