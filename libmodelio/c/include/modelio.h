@@ -253,6 +253,8 @@ int modelio_connect(const char *url, const struct modelio_options *options, mode
  of a newer one.
 
  -ETIMEDOUT if there is none in time; the number of the newest one is stored then, too.
+ A job that has failed gives its error: -ENOTCONN for one that was restored as another life, to which the caller
+ connects anew.
 
  `version` is NULL or points to a number.
  */

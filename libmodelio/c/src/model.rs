@@ -169,6 +169,8 @@ pub(crate) fn model(handle: Handle) -> Outcome<Arc<Model>> {
 /// of a newer one.
 ///
 /// -ETIMEDOUT if there is none in time; the number of the newest one is stored then, too.
+/// A job that has failed gives its error: -ENOTCONN for one that was restored as another life, to which the caller
+/// connects anew.
 ///
 /// # Safety
 /// `version` is NULL or points to a number.
