@@ -13,6 +13,7 @@ travels over TCP, by what has changed in it. Nothing but that and a queue for sa
 import argparse
 import json
 import multiprocessing
+import os
 import queue
 import re
 import subprocess
@@ -89,6 +90,8 @@ def sampler(rank, path, batch, seed, samples, stop):
     # What the trainer does not take need not be waited for.
     samples.cancel_join_thread()
     gradfs.follow(path, apply, stop=stop, timeout=HANGS, changes=True)
+    # The queue's thread may be sending still, and torch aborts if it is there while the interpreter ends.
+    os._exit(0)
 
 
 def taken(samples, processes):
