@@ -18,7 +18,7 @@ import memory_group  # noqa: E402
 
 MIB = 1 << 20
 SIZE = 128 * MIB
-ACCOUNTS = {"versions", "state", "sums", "residuals", "staging", "connections"}
+ACCOUNTS = {"versions", "state", "sums", "residuals", "staging", "connections", "views"}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, eventually, raises
+from filetools import BLOCK, eventually, fails, raises
 from patience import HANGS, Limit
 from safetensors.numpy import save_file
 from test_views import llama, number, view
@@ -445,3 +445,52 @@ def test_a_part_waits_longer_than_a_connection_may_be_silent(job):
     publish(views[0], "step-1", cut[0])
     assert first.outcome() is None
     holds(whole, new(1))
+
+
+def test_of_a_set_and_other_weights_at_once_the_first_to_end_is_published(job):
+    _, whole, apart = job
+    views = ranks_of([whole, apart], 2)
+    first, second = new(11), new(12)
+    data = parts(views, first)
+    # Weights that are being written when a set comes about.
+    fd = os.open(whole.model / "publish", os.O_WRONLY)
+    os.write(fd, whole.weights())
+    others = [Part(place, "step-1", mine) for place, mine in zip(views, data)]
+    assert [part.outcome() for part in others] == [None, None]
+    fails(errno.EBUSY, os.close, fd)
+    client = str(apart.status()["client"]) if "another mount" in why(whole) else str(whole.status()["client"])
+    assert f"client {client} in its status.json" in why(whole)
+    holds(whole, first)
+    # A set of which a part has come when other weights are published.
+    waits = waiting_part(views[0], "step-2", data[0], views[1])
+    publish_whole(whole, second)
+    last = Part(views[1], "step-2", data[1])
+    assert [part.outcome() for part in (waits, last)] == [errno.EBUSY, errno.EBUSY]
+    assert f"client {whole.status()['client']} in its status.json" in why(apart)
+    holds(whole, second)
+    again = [Part(place, "step-2", mine) for place, mine in zip(views, data)]
+    assert [part.outcome() for part in again] == [None, None]
+    holds(whole, first)
+
+
+def waiting_part(place, tag, data, other):
+    """A part that has come: one of another set is refused."""
+    while True:
+        part = Part(place, tag, data)
+        probe = Part(other, "another 1", (other / "weights").read_bytes()).outcome()
+        if probe == errno.EBUSY:
+            return part
+        # The other one was first, and has nobody to wait for.
+        assert (probe, part.outcome()) == (errno.ETIMEDOUT, errno.EBUSY)
+
+
+def publish_whole(mount, tensors):
+    """New weights that come at once."""
+    data = bytearray(mount.weights())
+    for line in (mount.model / "layout").read_text().splitlines():
+        name, _, _, offset = line.split("\t")
+        raw = tensors[name].tobytes()
+        data[int(offset) : int(offset) + len(raw)] = raw
+    fd = os.open(mount.model / "publish", os.O_WRONLY)
+    assert os.write(fd, data) == len(data)
+    os.close(fd)

@@ -363,8 +363,10 @@ def test_a_view_takes_the_memory_of_two_versions(job):
         eventually(lambda: number(place) == version)
         assert (place / "weights").read_bytes()[:4] == np.float32(version).tobytes()
     eventually(lambda: taken() <= 2 * size)
+    assert mount.status()["memory"]["views"] == 2 * size
     place.rmdir()
     eventually(lambda: taken() == 0)
+    assert mount.status()["memory"]["views"] == 0
 
 
 def test_views_come_and_go_without_end(job):
@@ -390,3 +392,12 @@ def test_views_come_and_go_without_end(job):
         place.rmdir()
     assert os.pread(held, len(expected), 0) == expected
     os.close(held)
+
+
+def test_a_model_has_256_views_at_most(job):
+    mount = job()
+    for number in range(256):
+        (mount.model / f"views/v{number}").mkdir()
+    fails(errno.EDQUOT, os.mkdir, mount.model / "views/more")
+    (mount.model / "views/v7").rmdir()
+    (mount.model / "views/more").mkdir()

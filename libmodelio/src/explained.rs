@@ -8,14 +8,16 @@ use crate::vocabulary::controls::Consistency;
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::{DType, ModelLayout, Tensor};
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::shard_error::{ALL_BUFFERS_HELD, NOT_COMMITTED, SET_LACKS, ShardError};
+use crate::vocabulary::shard_error::{
+    ALL_BUFFERS_HELD, HELD_BY_READERS, NOT_COMMITTED, SET_LACKS, ShardError,
+};
 
 /// Where a program finds what it must know of offsets.
 pub const ORDER: &str = " (the model's file layout says where each tensor lies)";
 
 /// How reasons begin to which the learners that are waited for add nothing.
-const COMPLETE: [&str; 6] =
-    [NOT_COMMITTED, NOT_HERE, BUFFERS_HELD, ALL_BUFFERS_HELD, OUT_OF_REACH, SET_LACKS];
+const COMPLETE: [&str; 7] =
+    [NOT_COMMITTED, NOT_HERE, BUFFERS_HELD, ALL_BUFFERS_HELD, OUT_OF_REACH, SET_LACKS, HELD_BY_READERS];
 
 /// What users know the data by, after the text of an error of `job`.
 pub fn detail(job: &Job, error: &ContributeError) -> String {

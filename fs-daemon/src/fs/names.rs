@@ -238,9 +238,13 @@ impl Fs {
     }
 
     fn make_reader(self: &Arc<Self>, index: u8, name: &OsStr, owner: Owner, done: Done<Attributes>) {
-        let named = self.tree(index).and_then(|tree| Ok((tree, reader_name(name)?.to_owned())));
-        let (tree, name) = match named {
-            Ok(named) => named,
+        let tree = match self.tree(index) {
+            Ok(tree) => tree,
+            Err(error) => return done(Err(error)),
+        };
+        let named = reader_name(name).inspect_err(|error| tree.model.own_refusal.note(error, false));
+        let name = match named {
+            Ok(name) => name.to_owned(),
             Err(error) => return done(Err(error)),
         };
         let this = Arc::clone(self);

@@ -85,6 +85,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         json!({ "id": name, "version": version, "size_bytes": size })
     };
     let views: Vec<_> = tree.views.names().into_iter().map(view).collect();
+    let view_bytes: u64 = tree.views.made().iter().map(|of| of.model.job.memory().versions).sum();
     let shards: Vec<_> = status
         .shards
         .iter()
@@ -142,6 +143,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
     let memory = model.job.memory();
     let mut value = json!({
         "model": model.name,
+        "client": whole.job.id().0,
         "state": status.state.name(),
         "waits_for_shards": waits_for_shards,
         "waits_for_learners": waits_for_learners,
@@ -182,6 +184,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "residuals": memory.residuals,
             "staging": memory.staging,
             "connections": memory.connections,
+            "views": view_bytes,
         },
         "version_buffers": {
             "existing": shown.buffers.0,

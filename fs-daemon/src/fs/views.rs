@@ -18,6 +18,8 @@ use crate::session::view::ViewMaker;
 
 /// The file that makes a view.
 pub(super) const PLAN: &str = "plan";
+/// The most views of a model at once.
+const MOST: usize = 256;
 /// The files of a model that a view has, too.
 pub(super) const FILES: [&str; 9] =
     ["weights", "weights.safetensors", "tensors", "hf", "version", "versions", "layout", "publish", SET];
@@ -101,6 +103,9 @@ impl<T> Views<T> {
         if views.values().any(|view| view.name == name) {
             return Err(CallError::new(libc::EEXIST, format!("there is a view {name:?}")));
         }
+        if views.len() >= MOST {
+            return Err(CallError::new(libc::EDQUOT, format!("there are {MOST} views, the most of a mount")));
+        }
         if *next >= MAX_VIEWS {
             return Err(CallError::new(
                 libc::EDQUOT,
@@ -150,6 +155,11 @@ impl<T> Views<T> {
     /// The model that it shows. None without a plan.
     pub(super) fn tree(&self, number: u32) -> CallResult<Option<Arc<T>>> {
         self.with(number, |view| view.made.as_ref().map(|(tree, _)| Arc::clone(tree)))
+    }
+
+    /// Those that have a plan.
+    pub(super) fn made(&self) -> Vec<Arc<T>> {
+        self.table.lock().0.values().filter_map(|view| Some(Arc::clone(&view.made.as_ref()?.0))).collect()
     }
 
     /// There may be a new version.

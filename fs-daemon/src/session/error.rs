@@ -90,7 +90,7 @@ impl LastRefusal {
     }
 
     /// Says why a call failed, however ordinary its errno is. No contribution was refused, and the text of one that was
-    /// stays.
+    /// stays before it.
     pub fn explain(&self, error: &CallError) {
         self.0.lock().explained = Some(error.message.clone());
     }
@@ -107,7 +107,9 @@ impl LastRefusal {
     /// The text, if there is one.
     pub fn text(&self) -> Option<String> {
         let last = self.0.lock();
-        last.text.as_ref().or(last.explained.as_ref()).cloned()
+        let texts: Vec<&str> =
+            [&last.text, &last.explained].into_iter().flatten().map(String::as_str).collect();
+        (!texts.is_empty()).then(|| texts.join("\n"))
     }
 }
 
@@ -141,6 +143,6 @@ mod tests {
         assert_eq!(last.text().as_deref(), Some("it is not known"));
         last.note(&CallError::new(libc::EINVAL, "a NaN"), false);
         last.explain(&why);
-        assert_eq!(last.text().as_deref(), Some("a NaN"));
+        assert_eq!(last.text().as_deref(), Some("a NaN\nit is not known"));
     }
 }

@@ -17,6 +17,9 @@ pub const ALL_BUFFERS_HELD: &str =
 /// The text of a [`ShardError::RolledBack`].
 pub const ROLLED_BACK: &str = "a shard has lost its blocks, and the model goes on from its newest snapshot; read weights anew, and go on from there";
 
+/// The reason of a [`ShardError::TimedOut`] where readers hold the job up.
+pub const HELD_BY_READERS: &str = "readers have not applied the newest versions (control/hold_for_readers)";
+
 /// How the reason of a [`ShardError::TimedOut`] begins that names the parts which have not come.
 pub const SET_LACKS: &str = "set ";
 

@@ -30,14 +30,25 @@ impl WeightWriters {
     /// # Errors
     /// [`ShardError::Busy`] if others were done while they were written. The next try is not refused.
     pub(super) fn publish(&mut self, written: Written, newest: Version) -> Result<(), ShardError> {
-        if let Some((client, _)) = self.0.remove(&written).flatten() {
-            let whose = if client == written.0 { "this mount" } else { "another mount" };
+        self.publish_set(&[written], newest)
+    }
+
+    /// As [`Self::publish`], for parts that are published together.
+    ///
+    /// # Errors
+    /// [`ShardError::Busy`] if others were done while one of them waited.
+    pub(super) fn publish_set(&mut self, parts: &[Written], newest: Version) -> Result<(), ShardError> {
+        let first = parts.iter().map(|part| (part, self.0.remove(part).flatten()));
+        // All of them are over.
+        let first: Vec<_> = first.filter_map(|(part, first)| Some((part.0, first?.0))).collect();
+        if let Some((ours, client)) = first.first() {
+            let whose = if client == ours { "this mount" } else { "another mount" };
             return Err(ShardError::Busy(format!(
-                "a program of {whose} (client {client}) has published other weights while these were written, and the \
-                 newest version is {newest}: write them again to replace those"
+                "a program of {whose} (client {client} in its status.json) has published other weights while these were \
+                 written, and the newest version is {newest}: write them again to replace those"
             )));
         }
-        self.0.values_mut().for_each(|other| *other = other.or(Some(written)));
+        self.0.values_mut().for_each(|other| *other = other.or(parts.first().copied()));
         Ok(())
     }
 
@@ -71,8 +82,21 @@ mod tests {
         let mut writers = writing(&[A, B]);
         writers.publish(B, Version(3)).unwrap();
         let why = writers.publish(A, Version(4)).unwrap_err().to_string();
-        assert!(why.contains("another mount (client 2)") && why.contains("version is 4"), "{why}");
+        assert!(why.contains("another mount (client 2 in") && why.contains("version is 4"), "{why}");
         writers.publish(A, Version(4)).unwrap();
+    }
+
+    #[test]
+    fn a_set_of_parts_and_other_weights_are_two_that_write_at_once() {
+        const PART: Written = (ClientId(3), 7);
+        let mut writers = writing(&[A, B, PART]);
+        writers.publish_set(&[A, PART], Version(3)).unwrap();
+        writers.publish(B, Version(4)).unwrap_err();
+        let mut writers = writing(&[A, B, PART]);
+        writers.publish(B, Version(3)).unwrap();
+        let why = writers.publish_set(&[A, PART], Version(4)).unwrap_err().to_string();
+        assert!(why.contains("client 2"), "{why}");
+        writers.publish_set(&[A, PART], Version(4)).unwrap();
     }
 
     #[test]

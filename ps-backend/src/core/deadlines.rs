@@ -5,12 +5,10 @@ use std::collections::VecDeque;
 
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::members::LeaveReason;
-use libmodelio::vocabulary::shard_error::{ALL_BUFFERS_HELD, NOT_COMMITTED, ShardError};
+use libmodelio::vocabulary::shard_error::{ALL_BUFFERS_HELD, HELD_BY_READERS, NOT_COMMITTED, ShardError};
 
 use super::waits::{MAX_NAMES, lasts};
 use super::{Action, Committed, JobCore, Member, Now, PayloadPlace, PendingKind, Ticket};
-
-const HELD_BY_READERS: &str = "readers have not applied the newest versions (control/hold_for_readers)";
 
 const NO_NUMBER: &str = "the registry, which reserves numbers of versions, is out of reach";
 

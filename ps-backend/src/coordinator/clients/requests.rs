@@ -360,8 +360,17 @@ impl CoordinatorCore {
                 self.core.may_assign()?;
                 let (waiting, deadline) = ((id, asked), deadline(timeout_ms));
                 let part = Part { client: id, token, blocks, meta, waiting, of: part, deadline };
-                if let Some(set) = self.sets.come(part)? {
+                let come = self.sets.come(part)?;
+                self.queue.writers.begin((id, token));
+                if let Some(set) = come {
                     let Complete { set, meta, waiting, deadline } = set;
+                    let parts: Vec<_> = set.parts.iter().map(|part| (part.client, part.token)).collect();
+                    if let Err(beaten) = self.queue.writers.publish_set(&parts, self.core.version()) {
+                        for (client, asked) in waiting {
+                            self.answer(client, asked, Message::Refused(beaten.clone().into()), actions);
+                        }
+                        return Ok(());
+                    }
                     let mut blocks = FixedBitSet::with_capacity(self.shape.blocks() as usize);
                     blocks.set_range(.., set.all);
                     for part in &set.parts {
