@@ -1,4 +1,4 @@
-"""Engines that load versions by a path. SGLang's server is a double with the answers of 0.5.23."""
+"""Engines that load versions by a path. SGLang's server is a double with the requests and answers of 0.5.23."""
 
 from __future__ import annotations
 
@@ -70,11 +70,20 @@ def test_a_pinned_version_stays_for_other_processes(model):
     assert error.value.errno == errno.ENOENT
 
 
+# `UpdateWeightFromDiskReqInput` in sglang/srt/managers/io_struct.py of SGLang 0.5.23, without its `BaseReq`.
+SGLANG_TAKES = {
+    "model_path": str, "load_format": str, "abort_all_requests": bool, "weight_version": str, "is_async": bool,
+    "torch_empty_cache": bool, "keep_pause": bool, "recapture_cuda_graph": bool, "token_step": int,
+    "flush_cache": bool, "manifest": dict,
+}  # fmt: skip
+
+
 def sglang_that(told, model=None):
     """Answers of SGLang's route, and what it reads where it is told to load."""
 
     def answer(path, body):
-        assert path == "/update_weights_from_disk"
+        assert path == "/update_weights_from_disk" and "model_path" in body
+        assert all(type(value) is SGLANG_TAKES[name] for name, value in body.items())
         if model is not None:
             # The version is passed while the server loads.
             published(model, model.version + 1)
