@@ -8,7 +8,7 @@ use std::ops::{Deref, DerefMut};
 use super::mmap::Mapping;
 
 /// Bytes that begin on a page, in huge pages where the kernel has them. They are zero to begin with, and all pages are there.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Pages(Option<Mapping>);
 
 impl Pages {

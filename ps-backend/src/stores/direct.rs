@@ -57,7 +57,7 @@ pub(super) fn write(file: &mut File, parts: &[&[u8]]) -> io::Result<()> {
     if all < LARGE || !set_direct(file, true) {
         return write_through_cache(file, parts);
     }
-    let (mut room, mut held, mut at) = (Pages::new(COPIED)?, 0, 0);
+    let (mut room, mut held, mut at) = (Pages::default(), 0, 0);
     for part in parts {
         let mut left = *part;
         while !left.is_empty() {
@@ -66,6 +66,9 @@ pub(super) fn write(file: &mut File, parts: &[&[u8]]) -> io::Result<()> {
                 write_at(file, &left[..pages], &mut at)?;
                 left = &left[pages..];
                 continue;
+            }
+            if room.is_empty() {
+                room = Pages::new(COPIED)?;
             }
             let now = left.len().min(COPIED - held);
             room[held..held + now].copy_from_slice(&left[..now]);

@@ -11,8 +11,8 @@ use super::places::{Pack, PieceHash, Place, Places, hash_of};
 use crate::snapshot::{Piece, SnapshotError};
 use crate::stores::{Existing, Objects};
 
-/// Packs that are written at once: one is on its way to the disk while another is copied.
-const WRITERS: usize = 2;
+/// Packs that are written at once: disks and networks take several requests together.
+const WRITERS: usize = 3;
 
 /// How fast packs are written, at most.
 #[derive(Debug, Default)]
