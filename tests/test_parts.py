@@ -16,6 +16,7 @@ from filetools import BLOCK, eventually, fails, raises
 from patience import HANGS, Limit
 from safetensors.numpy import save_file
 from test_views import llama, number, view
+from test_views import publish as publish_whole
 
 # One rank: it waits for a line with a name of a set, and publishes what its file has as its part of that.
 RANK = """
@@ -482,15 +483,3 @@ def waiting_part(place, tag, data, other):
             return part
         # The other one was first, and has nobody to wait for.
         assert (probe, part.outcome()) == (errno.ETIMEDOUT, errno.EBUSY)
-
-
-def publish_whole(mount, tensors):
-    """New weights that come at once."""
-    data = bytearray(mount.weights())
-    for line in (mount.model / "layout").read_text().splitlines():
-        name, _, _, offset = line.split("\t")
-        raw = tensors[name].tobytes()
-        data[int(offset) : int(offset) + len(raw)] = raw
-    fd = os.open(mount.model / "publish", os.O_WRONLY)
-    assert os.write(fd, data) == len(data)
-    os.close(fd)

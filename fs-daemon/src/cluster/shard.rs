@@ -168,7 +168,9 @@ impl Stop<'_> {
             match saved {
                 _ if moved.contains(&model) => println!("gradfs: {model} has moved to other shards"),
                 Ok(Some(version)) => println!("gradfs: version {version} of {model} is in its store"),
-                Ok(None) => tracing::warn!("its blocks of {model} are lost; --snapshot-to would keep them"),
+                Ok(None) => tracing::warn!(
+                    "its blocks of {model} are lost (gradfs drain moves them off a shard); --snapshot-to would keep them"
+                ),
                 Err(why) => failed.push(format!("{model}: {why}")),
             }
         }
