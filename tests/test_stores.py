@@ -397,6 +397,7 @@ def test_a_shard_that_does_not_see_the_store_is_sent_its_blocks(cluster, model, 
     script = 'mount --bind "$0" "$1"; shift; exec "$@"'
     created = subprocess.run(["unshare", "-m", "sh", "-c", script, store, seen, *words], capture_output=True, text=True, timeout=HANGS)
     assert created.returncode == 0 and not os.listdir(seen), created.stderr
+    assert created.stderr.count("so its blocks are sent") == 2
     assert job.cluster.mount(models=["again"]).weights() == whole_on_shards[0]
 
 

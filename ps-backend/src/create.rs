@@ -346,12 +346,12 @@ impl Load<'_> {
                 }
                 // Its host may see another directory, or have no credentials. If the snapshot is damaged, sending fails.
                 Err(AdminError::Refusal(why)) => {
-                    tracing::info!(shard = %shard.shard, "blocks are sent to a shard that cannot load them: {why}");
+                    tracing::warn!(shard = %shard.shard, "the shard cannot read {from}, so its blocks are sent: {why}");
                     return Ok(false);
                 }
                 Err(error) => return Err(failed_at(shard)(error)),
             };
-            (self.progress)(dealt - before)?;
+            (self.progress)(dealt.saturating_sub(before))?;
             if ended {
                 return Ok(true);
             }

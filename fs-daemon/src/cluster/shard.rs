@@ -151,15 +151,16 @@ impl Stop<'_> {
     /// Has the last snapshots taken, and then moves the models to other shards, which disturbs no job. So whatever
     /// becomes of the move, nothing is lost. A model that has no store and does not move is lost, as people must know.
     fn keep_all(&self, server: &Server) -> Result<(), Error> {
-        if self.within.is_zero() || !server.holds_models() {
+        if !server.holds_models() {
             return Ok(());
         }
         let begun = Instant::now();
         // From now on others that end as well move nothing here.
-        let hand_over = self.registry.and_then(|registry| HandOver::begin(registry, server.shard()));
-        let saved = server.save_all(self.within);
-        let left = self.within.saturating_sub(begun.elapsed());
-        let (moved, outcome) = hand_over.map(|of| of.run(left)).unwrap_or((Vec::new(), Ok(())));
+        let registry = self.registry.filter(|_| !self.within.is_zero());
+        let hand_over = registry.and_then(|registry| HandOver::begin(registry, server.shard()));
+        let left = || self.within.saturating_sub(begun.elapsed());
+        let saved = server.save_all(left());
+        let (moved, outcome) = hand_over.map(|of| of.run(left())).unwrap_or((Vec::new(), Ok(())));
         if let Err(error) = outcome {
             tracing::info!("not all models are moved to other shards: {error}");
         }

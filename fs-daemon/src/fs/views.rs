@@ -104,7 +104,7 @@ impl<T> Views<T> {
             return Err(CallError::new(libc::EEXIST, format!("there is a view {name:?}")));
         }
         if views.len() >= MOST {
-            return Err(CallError::new(libc::EDQUOT, format!("there are {MOST} views, the most of a mount")));
+            return Err(CallError::new(libc::EDQUOT, format!("there are {MOST} views, the most of a model")));
         }
         if *next >= MAX_VIEWS {
             return Err(CallError::new(

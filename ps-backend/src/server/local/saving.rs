@@ -88,6 +88,7 @@ impl Saver {
         self.hurries.store(true, Ordering::Relaxed);
         let locked = self.schedule.try_lock_for(LAST);
         let Some(mut schedule) = locked else {
+            self.hurries.store(false, Ordering::Relaxed);
             return Err(format!("{} takes what is written to it too slowly, or not at all", settings.to));
         };
         schedule.is_to(&settings.to);

@@ -11,7 +11,7 @@ use super::reader::PackedReader;
 use crate::partition::store::{PartitionStore, kept_range};
 use crate::snapshot::{Load, Piece, Sink as _, SnapshotError, all_kinds};
 
-/// Threads that read: while some wait for the store, others compute.
+/// The most threads that read: while some wait for the store, others compute.
 const THREADS: usize = 4;
 /// What a thread reads at once, if a piece is not longer. A request to an object store costs a round trip.
 const READ_BYTES: u64 = 8 << 20;
@@ -46,9 +46,12 @@ impl<'a> Filling<'a> {
         if ours != theirs {
             return Err(SnapshotError::Invalid(format!("its blocks have {theirs} bytes, not {ours}")));
         }
-        let longest = reader.places().pieces().map(|(_, place)| u64::from(place.bytes)).max().unwrap_or(0);
-        let room = |_| Pages::new(longest.max(READ_BYTES) as usize);
-        let mut rooms = (0..THREADS).map(room).collect::<Result<Vec<_>, _>>()?;
+        let lengths = || reader.places().pieces().map(|(_, place)| u64::from(place.bytes));
+        let (longest, all) = (lengths().max().unwrap_or(0), lengths().sum::<u64>());
+        // A small model takes little memory for it.
+        let room = |_| Pages::new(longest.max(READ_BYTES.min(all)) as usize);
+        let threads = (all.div_ceil(READ_BYTES) as usize).clamp(1, THREADS);
+        let mut rooms = (0..threads).map(room).collect::<Result<Vec<_>, _>>()?;
         // The weights of a block come before its other data.
         for what in all_kinds(optimizer) {
             let wanted = self.wanted(what)?;
