@@ -4,6 +4,7 @@ pub mod copy;
 pub mod drain;
 mod jobs;
 pub mod mount;
+mod offer;
 pub mod save;
 pub mod shard;
 pub mod snapshots;

@@ -11,6 +11,7 @@ mod mounting;
 pub mod rdma;
 pub mod registry;
 pub mod snapshots;
+mod torch_state;
 mod values;
 
 use std::ffi::OsString;

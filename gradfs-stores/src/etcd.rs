@@ -263,15 +263,20 @@ impl Etcd {
             };
             let timed = runtime::block_on(async { tokio::time::timeout(patience, attempt).await });
             let timed = timed.map_err(|error| EtcdError::Setting(format!("no thread for etcd: {error}")))?;
-            match timed.unwrap_or_else(|_| Err(Failure::Passing("no answer".to_owned()))) {
-                Ok(answer) => return Ok(answer),
-                Err(Failure::Final(why)) => {
+            match timed {
+                Ok(Ok(answer)) => return Ok(answer),
+                Ok(Err(Failure::Final(why))) => {
                     self.forget(index);
                     return Err(EtcdError::Refused { members, why });
                 }
-                Err(Failure::Passing(why)) => {
+                Ok(Err(Failure::Passing(why))) => {
                     self.forget(index);
                     said.insert(index, why);
+                }
+                // What it has said before tells more than its silence.
+                Err(_) => {
+                    self.forget(index);
+                    said.entry(index).or_insert_with(|| "no answer".to_owned());
                 }
             }
             tries += 1;

@@ -40,7 +40,7 @@ mod shared;
 mod tests;
 mod versions;
 
-pub use self::core::LastCommit;
+pub use self::core::{LastCommit, ToldLearners};
 pub use commit_notice::CommitNotice;
 pub use job::{
     ChangesError, Job, JobStatus, PartError, PartsError, PartsPeers, RelayView, ShardView, VersionView,

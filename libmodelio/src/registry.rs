@@ -202,8 +202,8 @@ pub trait Registry: Send + Sync {
         done(self, request, &record.encode()?, deadline)
     }
 
-    /// What must be known of a model if its blocks are lost: a bound of its versions' numbers, and the store that it is
-    /// restored from, which is empty if it is not.
+    /// What must be known of a model if its blocks are lost: a bound of its versions' numbers; the store that it is restored
+    /// from, which is empty if it is not; and whether newer weights of mounts count then.
     ///
     /// # Errors
     /// [`RegistryError::NoModel`], [`RegistryError::Generation`], and [`RegistryError::Epoch`] if another block map is in
@@ -212,12 +212,13 @@ pub trait Registry: Send + Sync {
         &self,
         of: &HeldPartition,
         reserved: Version,
-        store: &str,
+        (store, newest): (&str, bool),
         deadline: Instant,
     ) -> Result<(), RegistryError> {
         let HeldPartition { model, generation, epoch } = of.clone();
         let store = store.to_owned();
-        done(self, RegistryRequest::Keep { model, generation, epoch, reserved, store }, &[], deadline)
+        let request = RegistryRequest::Keep { model, generation, epoch, reserved, store, newest };
+        done(self, request, &[], deadline)
     }
 
     /// A model begins a new life, with this record: it is restored after blocks of the life `before` were lost. That one

@@ -88,7 +88,7 @@ use measured::Measured;
 use newest::Newest;
 use provisional::ProvisionalPlans;
 use recipe::Recipe;
-pub use record::{JobRecord, LearnerRecord};
+pub use record::JobRecord;
 use state::{Committed, Member, OfTensors, PayloadPlace, Pending, PendingKind, Phase, Tensors};
 use waits::Waits;
 

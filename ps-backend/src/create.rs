@@ -20,7 +20,7 @@ use libmodelio::vocabulary::controls::Controls;
 use serde_json::{Map, Value};
 
 use self::placing::{Candidate, choose};
-pub use self::restore::{Restored, restore};
+pub use self::restore::{Restored, Restorer, restore};
 use crate::core::JobRecord;
 use crate::memory::MemoryUse;
 use crate::partition::store::kept_range;
@@ -91,6 +91,9 @@ pub enum CreateError {
     /// The bytes of the model cannot be had.
     #[error("cannot read the model: {0}")]
     Source(#[from] SnapshotError),
+    /// The mount whose weights it goes on with has not brought them.
+    #[error("the mount that has newer weights has not brought them within its time")]
+    NotBrought,
     /// The system gives no random number for the generation.
     #[error("no random number: {0}")]
     Random(String),
@@ -152,10 +155,12 @@ pub fn create(
     let mut record = ModelRecord::new(new.name, generation, new.layout, metadata, &map, ids[0], controls)?;
     if let Some(job) = new.record {
         record.lineage.reserved = Lineage::reserved_for(job.version);
+        record.lineage.begins = job.version;
     }
     registry.put(&record, None, Instant::now() + PROMPT)?;
     record.ready = true;
-    let made = make(new, &map, &ModelRecord { ready: false, ..record.clone() }, &there, source, progress)
+    let unready = ModelRecord { ready: false, ..record.clone() };
+    let made = make(new, (&map, &unready), &there, (source, progress), None)
         .and_then(|()| Ok(put_ready(registry, &record, &there)?));
     if let Err(error) = made {
         // The partitions that were made are of no use. A shard that cannot be reached now learns that from the
@@ -230,13 +235,14 @@ fn put_ready(
     }
 }
 
+/// Makes a model on its shards. If `brings` is there, others bring some of what it begins with: once the shards have taken
+/// their memory, and before they load the rest.
 fn make(
     new: &NewModel<'_>,
-    map: &BlockMap,
-    record: &ModelRecord,
+    (map, record): (&BlockMap, &ModelRecord),
     shards: &[ShardRecord],
-    source: &Source<'_>,
-    progress: &Progress<'_>,
+    (source, progress): (&Source<'_>, &Progress<'_>),
+    brings: Option<&dyn Fn() -> Result<(), CreateError>>,
 ) -> Result<(), CreateError> {
     let begins = new.record.map(serde_json::to_vec).transpose();
     let load = Load {
@@ -251,22 +257,24 @@ fn make(
         progress,
         over: AtomicBool::new(false),
     };
-    // Each shard on its own thread: a slow one, or one that is short of memory, keeps nobody's connection silent.
-    let outcomes: Vec<Result<(), CreateError>> = std::thread::scope(|scope| {
-        let load = &load;
-        let of_shard = |shard| std::thread::Builder::new().spawn_scoped(scope, move || load.at(shard));
-        let threads: Vec<_> = shards.iter().map(of_shard).collect();
-        threads.into_iter().map(|thread| joined(thread).and_then(|outcome| outcome)).collect()
-    });
-    all_loaded(outcomes)?;
+    match brings {
+        None => load.at_each(shards, |shard| load.fill(&mut load.take_memory(shard)?, shard))?,
+        Some(brings) => {
+            load.at_each(shards, |shard| load.take_memory(shard).map(drop))?;
+            brings()?;
+            load.at_each(shards, |shard| load.fill(&mut connected(shard)?, shard))?;
+        }
+    }
     // The coordinator comes last: it begins the job.
     for shard in shards.iter().filter(|shard| shard.shard == record.coordinator) {
-        let loaded = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).and_then(|mut peer| {
-            peer.request(&Message::Loaded { generation: record.generation }, &[], Instant::now() + PATIENT)
-        });
-        loaded.map_err(failed_at(shard))?;
+        let loaded = Message::Loaded { generation: record.generation };
+        connected(shard)?.request(&loaded, &[], Instant::now() + PATIENT).map_err(failed_at(shard))?;
     }
     Ok(())
+}
+
+fn connected(shard: &ShardRecord) -> Result<AdminPeer, CreateError> {
+    AdminPeer::connect(&shard.address, Instant::now() + PROMPT).map_err(failed_at(shard))
 }
 
 /// Fails if one has: by what went wrong, rather than that others have stopped because of it.
@@ -301,33 +309,49 @@ struct Load<'a> {
 }
 
 impl Load<'_> {
-    fn at(&self, shard: &ShardRecord) -> Result<(), CreateError> {
-        let outcome = self.try_at(shard);
-        if outcome.is_err() {
-            self.over.store(true, Ordering::Relaxed);
-        }
-        outcome
+    /// Each shard on its own thread: a slow one, or one that is short of memory, keeps nobody's connection silent.
+    fn at_each(
+        &self,
+        shards: &[ShardRecord],
+        what: impl Fn(&ShardRecord) -> Result<(), CreateError> + Sync,
+    ) -> Result<(), CreateError> {
+        let of_shard = |shard| {
+            let outcome = what(shard);
+            if outcome.is_err() {
+                self.over.store(true, Ordering::Relaxed);
+            }
+            outcome
+        };
+        all_loaded(std::thread::scope(|scope| {
+            let begun = |shard| std::thread::Builder::new().spawn_scoped(scope, move || of_shard(shard));
+            let threads: Vec<_> = shards.iter().map(begun).collect();
+            threads.into_iter().map(|thread| joined(thread).and_then(|outcome| outcome)).collect()
+        }))
     }
 
-    /// A shard takes its memory and its blocks, and has said that they are all there.
-    fn try_at(&self, shard: &ShardRecord) -> Result<(), CreateError> {
-        let failed = failed_at(shard);
-        let generation = self.record.generation;
-        let mut peer = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).map_err(&failed)?;
+    /// A shard takes its memory.
+    fn take_memory(&self, shard: &ShardRecord) -> Result<AdminPeer, CreateError> {
+        let (failed, generation) = (failed_at(shard), self.record.generation);
+        let mut peer = connected(shard)?;
         peer.request(&Message::Create, self.encoded, Instant::now() + PATIENT).map_err(&failed)?;
         if let Some(record) = &self.begins {
             let begin = Message::BeginAt { generation };
             peer.request(&begin, record, Instant::now() + PATIENT).map_err(&failed)?;
         }
-        if !self.loads_by_itself(&mut peer, shard)? {
-            self.send(&mut peer, shard)?;
+        Ok(peer)
+    }
+
+    /// A shard takes its blocks, and has said that they are all there.
+    fn fill(&self, peer: &mut AdminPeer, shard: &ShardRecord) -> Result<(), CreateError> {
+        if !self.loads_by_itself(peer, shard)? {
+            self.send(peer, shard)?;
         }
         // Answered after all that came before it. The coordinator is told that it is all when the others have theirs.
         let last = match self.record.coordinator == shard.shard {
             true => Message::Status,
-            false => Message::Loaded { generation },
+            false => Message::Loaded { generation: self.record.generation },
         };
-        peer.request(&last, &[], Instant::now() + PATIENT).map_err(&failed)?;
+        peer.request(&last, &[], Instant::now() + PATIENT).map_err(failed_at(shard))?;
         Ok(())
     }
 

@@ -9,6 +9,7 @@ pub mod device;
 pub mod losses;
 pub mod memory;
 pub mod moving;
+pub mod offers;
 pub mod partition;
 pub mod reducers;
 pub mod relays;

@@ -55,6 +55,7 @@ mod listeners;
 pub mod local;
 mod models;
 mod moving;
+mod offers;
 mod options;
 mod origins;
 pub mod partition;

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -123,20 +125,31 @@ def error(net, exact):
     return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
 
 
+def python_with_gradfs(monkeypatch):
+    """The command finds this interpreter, and this package."""
+    monkeypatch.setenv("PATH", os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(gradfs.__file__).parents[1]))
+
+
 @pytest.mark.parametrize("reducer", ["adam", "adamw", "momentum"])
-def test_steps_by_torch_then_gradfs_then_torch_lead_where_those_of_torch_do(reducer, cluster, tmp_path):  # noqa: F811
+def test_steps_by_torch_then_gradfs_then_torch_lead_where_those_of_torch_do(
+    reducer,
+    cluster,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
     """Weights and state are in two files, the groups have no names, and the job is on shards."""
     net, optimizer = trained(OPTIMIZERS[reducer], 10, nameless, Wide())
     create_from(net, tmp_path / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     (tmp_path / "names").write_text("".join(f"{name}\n" for group in decayed(net) for name, _ in group["params"]))
     names = ["--names", tmp_path / "names"]
-    which = ["--optimizer", "adamw" if reducer == "adamw" else "adam"]
-    state = ["--state", tmp_path / "optimizer.pt", *which]
-    assert run(tmp_path / "model.safetensors", tmp_path / "snapshot", *state, *names) == 0
+    python_with_gradfs(monkeypatch)
 
     one = cluster()
-    one.command("create", "trained", "--from", tmp_path / "snapshot", "--block-size=64KiB", "--shards=3")
+    with_state = ["--optimizer-state", tmp_path / "optimizer.pt", "--optimizer-names", tmp_path / "names"]
+    settings = ["--block-size=64KiB", "--shards=3", "--reducer", reducer]
+    one.command("create", "trained", "--model", tmp_path / "model.safetensors", *with_state, *settings)
     until((one.mount / "trained").exists)
     model = gradfs.open(one.mount / "trained")
     assert model.control["reducer"] == reducer
@@ -254,6 +267,31 @@ def test_state_beside_safetensors_needs_names(tmp_path, capsys):
     assert "exp_avg of bias is not of that tensor" in capsys.readouterr().err
     assert run(tmp_path / "optimizer.pt", tmp_path / "snapshot", "--names", tmp_path / "names") == 1
     assert "has no weights under" in capsys.readouterr().err
+
+
+def test_create_says_why_it_cannot_take_the_state(tmp_path, monkeypatch):
+    net, optimizer = trained(OPTIMIZERS["adam"], 1)
+    model = create_from(net, tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+
+    def refused(*words):
+        state = ["--optimizer-state", tmp_path / "optimizer.pt", "--registry", "127.0.0.1:1"]
+        command = [binary(), "create", "m", *state, *words]
+        done = subprocess.run(list(map(str, command)), check=False, timeout=HANGS, capture_output=True, text=True)
+        assert done.returncode != 0
+        return done.stderr
+
+    python_with_gradfs(monkeypatch)
+    assert "nothing tells which" in refused("--model", model)
+    assert "--optimizer-state needs --model" in refused()
+    assert "--optimizer-state and --from exclude each other" in refused("--from", tmp_path)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert "there is no python3" in refused("--model", model)
+    python = tmp_path / "bin" / "python3"
+    python.write_text("#!/bin/sh\necho 'No module named gradfs' >&2\nexit 1\n")
+    python.chmod(0o755)
+    assert "or convert where it is: python -m gradfs.convert" in refused("--model", model)
 
 
 def test_what_is_there_stays(tmp_path, capsys):

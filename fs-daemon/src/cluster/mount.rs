@@ -9,11 +9,12 @@ use libmodelio::registry::Registry;
 use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions};
 use libmodelio::transport::tcp::{SocketOptions, bind};
 use libmodelio::view::ViewPlan;
-use libmodelio::vocabulary::ids::ShardId;
+use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::vocabulary::transport_kind::NO_RDMA;
 use libmodelio::wire::{Fate, HeldPartition, ModelRecord, ShardRecord};
 use ps_backend::server;
 
+use super::offer::WeightsOffer;
 use super::shard::listen_address;
 use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::background::Ready;
@@ -58,8 +59,9 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
         let reactor = Reactor::start(&reactor).map_err(|error| Error::new(error.to_string()))?;
         let reactor = Arc::new(reactor);
         let mut models = Vec::new();
-        let (config, complained) = (config.clone(), HashMap::new());
-        let mut found = Found { config, registry, reactor, relay: None, lives: HashMap::new(), complained };
+        let (config, complained, offered) = (config.clone(), HashMap::new(), HashMap::new());
+        let (relay, lives) = (None, HashMap::new());
+        let mut found = Found { config, registry, reactor, relay, lives, complained, offered };
         for name in &names {
             if models.len() >= MAX_MODELS {
                 return Err(Error::usage(format!("more than {MAX_MODELS} models")));
@@ -91,6 +93,8 @@ struct Found {
     lives: HashMap<String, HeldPartition>,
     /// Why models are not shown, as far as that was said.
     complained: HashMap<String, String>,
+    /// The restored lives that weights of this mount were offered to.
+    offered: HashMap<String, Generation>,
 }
 
 /// A model that is being restored is waited for so long.
@@ -160,6 +164,20 @@ impl Found {
             .collect()
     }
 
+    /// A model that is being restored may go on with weights that this mount has. They are offered once to each of its lives.
+    fn offer(&mut self, model: &Arc<Model>, record: &ModelRecord) {
+        let ModelRecord { name, generation, .. } = record;
+        if record.ready || !record.lineage.newest || self.offered.get(name) == Some(generation) {
+            return;
+        }
+        let shards = self.registry.shards(deadline()).unwrap_or_default();
+        let by = shards.iter().find(|shard| shard.shard == record.lineage.by);
+        if let Some(offer) = by.and_then(|by| WeightsOffer::of(model.whole(), *generation, &by.address)) {
+            self.offered.insert(name.clone(), *generation);
+            offer.make();
+        }
+    }
+
     /// A model of this name may be there by now. What keeps it from being shown is said once.
     fn come(&mut self, name: &str) -> Option<Arc<Model>> {
         let tried = self.try_come(name);
@@ -199,6 +217,7 @@ impl Later for Found {
             match record {
                 // It is shown as it was until its next life can be.
                 Ok(record) if goes_on(&record) => {
+                    self.offer(&model, &record);
                     replaced.extend(self.come(&model.name).map(|new| (model, new)));
                 }
                 _ => gone.push(model),

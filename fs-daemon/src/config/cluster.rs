@@ -183,6 +183,13 @@ pub struct CreateArgs {
     blank: BlankArgs,
     #[command(flatten, next_help_heading = "Model")]
     snapshot: FromArgs,
+    /// Go on with the optimizer's state in this file of torch.save, which is that of the weights of --model. The gradfs
+    /// package of python3 reads it
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Model")]
+    optimizer_state: Option<PathBuf>,
+    /// The names of the optimizer's parameters in its order, one a line, if that file does not have them
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "optimizer_state", help_heading = "Model")]
+    optimizer_names: Option<PathBuf>,
     /// Shards to stripe it over, the least loaded first [default: all that have room for their part]
     #[arg(long, value_name = "N", value_parser = whole(1..=MAX_SHARDS, SHARDS))]
     shards: Option<u16>,

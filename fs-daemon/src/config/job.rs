@@ -86,8 +86,9 @@ struct JobArgs {
     /// Of each such time, the first snapshot stays besides, as 1h; 0 is none [default: 0]
     #[arg(long, value_name = "TIME")]
     snapshot_keep_every: Option<String>,
-    /// What becomes of the job when blocks are lost: it goes on from its newest snapshot, or fails [default: restore]
-    #[arg(long, value_parser = ["restore", "fail"], ignore_case = true)]
+    /// What becomes of the job when blocks are lost: it goes on from its newest snapshot, also with newer weights that a
+    /// mount has, or fails [default: restore]
+    #[arg(long, value_parser = ["restore", "restore-newest", "fail"], ignore_case = true)]
     on_loss: Option<String>,
     /// When mounts on a network pull versions: at once, just before they are opened, or when they are [default: auto]
     #[arg(long, value_parser = ["auto", "eager", "adaptive", "on-demand"], ignore_case = true)]

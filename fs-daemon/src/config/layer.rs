@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
@@ -11,7 +12,9 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, ValueHint};
 use libmodelio::vocabulary::schedule::Schedule;
 use ps_backend::snapshot::{MANIFEST, Shelf, Stored};
 use ps_backend::stores::{absolute_url, is_url};
+use tempfile::TempDir;
 
+use super::torch_state;
 use super::values::not_a_word;
 use crate::error::Error;
 
@@ -33,6 +36,8 @@ pub struct Layer {
     of: &'static Vocabulary,
     source: Source,
     values: BTreeMap<&'static str, Vec<OsString>>,
+    /// The directory of a snapshot that was made for this configuration.
+    made: Option<Arc<TempDir>>,
 }
 
 #[derive(Clone, Debug)]
@@ -46,7 +51,7 @@ enum Source {
 
 impl Layer {
     fn new(of: &'static Vocabulary, source: Source) -> Layer {
-        Layer { of, source, values: BTreeMap::new() }
+        Layer { of, source, values: BTreeMap::new(), made: None }
     }
 
     /// Gives `key` these values; with none, it stays unset.
@@ -214,8 +219,10 @@ impl Vocabulary {
         if let Some(state) = named(&layers, "state") {
             self.go_on_in(&state, &mut layers)?;
         }
-        let from = named(&layers, "from");
-        if let Some(dir) = from {
+        if let Some(state) = named(&layers, "optimizer_state") {
+            self.go_on_with(&state, &mut layers)?;
+        }
+        if let Some(dir) = named(&layers, "from") {
             layers.push(self.snapshot(&dir, &layers)?);
         }
         Ok(layers)
@@ -277,6 +284,26 @@ impl Vocabulary {
             .for_each(|layer| ["size", "dtype"].into_iter().for_each(|key| drop(layer.take(key))));
         layers[0].set(from, [url.clone()]);
         layers[0].set(snapshot_to, [url]);
+        Ok(())
+    }
+
+    /// A model begins with the optimizer's state in a file of torch: it goes on from a snapshot of the two.
+    fn go_on_with(&'static self, state: &Path, layers: &mut [Layer]) -> Result<(), Error> {
+        let (origin, _) = strongest(layers, "optimizer_state").unwrap_or_default();
+        if let Some((other, _)) = ["from", "size"].into_iter().find_map(|key| strongest(layers, key)) {
+            return Err(Error::usage(format!("{origin} and {other} exclude each other"))
+                .hint("the state is that of the weights of --model"));
+        }
+        let path = |key| strongest(layers, key).and_then(|(_, values)| values.last().map(PathBuf::from));
+        let needs = || Error::usage(format!("{origin} needs --model")).hint("name the file of the weights");
+        let (model, names) = (path("model").ok_or_else(needs)?, path("optimizer_names"));
+        let reducer = path("reducer");
+        let reducer = reducer.as_deref().and_then(Path::to_str);
+        let made = torch_state::snapshot_of(&model, state, names.as_deref(), reducer)?;
+        if let Some((from, _)) = self.keys.get_key_value("from") {
+            layers[0].set(from, [made.path().join("snapshot")]);
+        }
+        layers[0].made = Some(Arc::new(made));
         Ok(())
     }
 

@@ -52,6 +52,7 @@ use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{JobState, Message, Refusal};
 use buffers::Buffers;
 use coordination::Coordination;
+pub use coordination::ToldLearners;
 use held::KeptContribution;
 pub use learners::LastCommit;
 use learners::Learner;

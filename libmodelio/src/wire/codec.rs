@@ -51,10 +51,12 @@ impl Message {
             | Message::HandOver { .. }
             | Message::Captured { .. }
             | Message::BeginAt { .. }
+            | Message::Offer { .. }
             | Message::Switch => 1..=MAX_PAYLOAD,
             // Narrow elements have masters and optimizer state of more than their room.
             Message::Fetched | Message::Load { .. } => 0..=MOST_WIDENING as u32 * MAX_BLOCK_SIZE,
             Message::PartBytes { .. } | Message::WritePart { .. } => 1..=MAX_PARTS_BYTES,
+            Message::Offered { wanted: true } => 1..=MAX_PAYLOAD,
             Message::Text | Message::ChangedBlocks { .. } => 0..=MAX_PAYLOAD,
             Message::Commit { .. } | Message::State(_) => 0..=MAX_SMALL_MODEL,
             _ => 0..=0,

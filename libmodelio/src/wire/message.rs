@@ -16,7 +16,7 @@ use super::MAX_PARTS;
 use super::bounded::list;
 use crate::vocabulary::block_ranges::{BlockRanges, TensorRanges};
 use crate::vocabulary::coding::Form;
-use crate::vocabulary::controls::Controls;
+use crate::vocabulary::controls::{Controls, MAX_LEARNERS};
 use crate::vocabulary::groups::{Contents, Groups};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ReaderId, ShardId, Step, Version,
@@ -975,6 +975,51 @@ pub enum Message {
         /// The snapshot's name there.
         name: String,
     },
+    // -- newer weights of mounts, for a model that is restored
+    /// What the job knows of learners, as of a version that the client is about to hear of. Sent to clients of a job that
+    /// goes on with their weights when it is restored. Not answered.
+    Learners {
+        /// The version.
+        version: Version,
+        /// Contributions that are part of it or of an earlier one.
+        contributions: u64,
+        /// Learners, as many as fit: those in the job come first.
+        #[serde(deserialize_with = "list::<MAX_TOLD_LEARNERS, _, _>")]
+        learners: Vec<LearnerRecord>,
+        /// The highest incarnation of a name that is not listed.
+        unlisted: Incarnation,
+    },
+    /// The client has the weights of this version. To the shard that restores the model. The payload is what the job knew
+    /// of that version. Said again, it tells that the client lives. Answered by `Offered`.
+    Offer {
+        /// The life that the model is restored to.
+        generation: Generation,
+        /// The client.
+        client: ClientId,
+        /// The version.
+        version: Version,
+        /// Whether all shards of the model have its weights now.
+        sent: bool,
+    },
+    /// What becomes of the offer.
+    Offered {
+        /// The client is to send the weights. Otherwise it may be told so later. The payload says to which shards.
+        wanted: bool,
+    },
+}
+
+/// The most learners in a `Learners`.
+pub const MAX_TOLD_LEARNERS: usize = 2 * MAX_LEARNERS as usize;
+
+/// The facts about a name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LearnerRecord {
+    /// The name in `learners/<name>`.
+    pub name: String,
+    /// Its last incarnation.
+    pub incarnation: Incarnation,
+    /// The last step of that incarnation that is part of the version. None if the learner has left.
+    pub step: Option<Step>,
 }
 
 /// The most parts of a set.

@@ -200,6 +200,8 @@ pub enum RegistryRequest {
         reserved: Version,
         /// The store that it is restored from, or nothing.
         store: String,
+        /// Whether it then goes on with newer weights, if a mount that lives has some.
+        newest: bool,
     },
     /// A model is restored: the record, of a new life, as the payload. The life before counts as deleted. Answered by
     /// `Done`.

@@ -356,6 +356,11 @@ fn reader_does() -> impl Strategy<Value = ReaderDoes> {
     ]
 }
 
+fn learner_record() -> impl Strategy<Value = LearnerRecord> {
+    (text(), any::<u32>().prop_map(Incarnation), proptest::option::of(id64(Step)))
+        .prop_map(|(name, incarnation, step)| LearnerRecord { name, incarnation, step })
+}
+
 fn reader_state() -> impl Strategy<Value = ReaderState> {
     let version = || id64(Version);
     (any::<(u32, bool, bool)>(), text(), text(), version(), proptest::option::of(version())).prop_map(
@@ -458,9 +463,9 @@ fn registry_request() -> impl Strategy<Value = RegistryRequest> {
             .prop_map(|(shard, held, deleted)| RegistryRequest::Holding { shard, held, deleted }),
         vec(shard_record(), 0..4).prop_map(|shards| RegistryRequest::Restore { shards }),
         Just(RegistryRequest::Refused),
-        (held(), id64(Version), text()).prop_map(|(held, reserved, store)| {
+        (held(), id64(Version), text(), any::<bool>()).prop_map(|(held, reserved, store, newest)| {
             let HeldPartition { model, generation, epoch } = held;
-            RegistryRequest::Keep { model, generation, epoch, reserved, store }
+            RegistryRequest::Keep { model, generation, epoch, reserved, store, newest }
         }),
         (id64(Generation), id64(Epoch))
             .prop_map(|(generation, epoch)| RegistryRequest::Succeed { generation, epoch }),
@@ -885,6 +890,23 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(Generation), text(), text())
             .prop_map(|(generation, from, name)| Message::LoadCopy { generation, from, name })
             .boxed(),
+        (id64(Version), any::<u64>(), vec(learner_record(), 0..4), any::<u32>().prop_map(Incarnation))
+            .prop_map(|(version, contributions, learners, unlisted)| Message::Learners {
+                version,
+                contributions,
+                learners,
+                unlisted,
+            })
+            .boxed(),
+        (id64(Generation), id64(ClientId), id64(Version), any::<bool>())
+            .prop_map(|(generation, client, version, sent)| Message::Offer {
+                generation,
+                client,
+                version,
+                sent,
+            })
+            .boxed(),
+        any::<bool>().prop_map(|wanted| Message::Offered { wanted }).boxed(),
     ]
 }
 

@@ -20,7 +20,7 @@ use crate::vocabulary::ids::Version;
 use crate::vocabulary::norm::MOST_MEASURED;
 use crate::vocabulary::reducer::{Aggregation, Content, Domain, Hyper, PARAMETERS, Reducer, decimal};
 use crate::vocabulary::schedule::{NoSchedule, Rates, SCHEDULES, Schedule};
-use crate::vocabulary::snapshots::{EVERY, Every, PLACE, SnapshotSettings, is_place};
+use crate::vocabulary::snapshots::{EVERY, Every, OnLoss, PLACE, SnapshotSettings, is_place};
 use crate::vocabulary::tensor_rules::{RuleError, TensorRules};
 
 /// The contributions that a version waits for.
@@ -413,7 +413,10 @@ const OTHERS: &[(&str, &str)] = &[
     ("snapshot_every", "how often they do: after so many versions, or a time as 30s, 10m or 2h; 0 is never"),
     ("snapshot_keep", "how many of the newest snapshots stay in their store"),
     ("snapshot_keep_every", "of each such time, the first snapshot stays besides, as 1h; 0 is none"),
-    ("on_loss", "what becomes of the job when blocks are lost: restore (from its newest snapshot) or fail"),
+    (
+        "on_loss",
+        "when blocks are lost: restore (from the newest snapshot), restore-newest (with newer weights of a mount) or fail",
+    ),
     (
         "pull",
         "versions are pulled eager (at once), adaptive (just before they are opened), or on-demand; or auto",
@@ -562,7 +565,7 @@ impl Controls {
                 Every::Versions(_) => return Err(field.invalid("a time as 30s, 10m or 2h; 0 is none")),
                 every => new.snapshots.keep_every = every,
             },
-            "on_loss" => new.snapshots.on_loss = field.parse("restore or fail")?,
+            "on_loss" => new.snapshots.on_loss = field.parse("restore, restore-newest or fail")?,
             "delta" => {
                 new.delta = match field.value.to_ascii_lowercase().as_str() {
                     AUTO => true,
@@ -715,6 +718,13 @@ impl Controls {
                 "deterministic (true) needs consistency sync, and it is {}",
                 self.consistency
             )));
+        }
+        if self.deterministic && self.snapshots.on_loss == OnLoss::RestoreNewest {
+            return Err(ControlError::Conflict(
+                "on_loss (restore-newest) goes on with optimizer state that is older than the weights, which deterministic \
+                 (true) excludes: set on_loss to restore"
+                    .to_owned(),
+            ));
         }
         if self.staleness_aware && !matches!(self.consistency, Consistency::Async | Consistency::Ssp(_)) {
             return Err(ControlError::Conflict(format!(
@@ -1248,6 +1258,19 @@ mod tests {
         assert_eq!(error.to_string(), "warmup (11) is longer than schedule (linear(10))");
         let both = [("warmup", "11"), ("schedule", "cosine(20)")];
         assert_eq!(controls.with_all(both).unwrap().schedule, Schedule::Cosine(20));
+    }
+
+    #[test]
+    fn a_deterministic_job_is_restored_from_snapshots_alone() {
+        for [first, then] in [0, 1].map(|at| {
+            let both = [("deterministic", "true"), ("on_loss", "restore-newest")];
+            [both[at], both[1 - at]]
+        }) {
+            let set = Controls::default().with_all([("consistency", "sync"), first]).unwrap();
+            assert_eq!(set.get(first.0).as_deref(), Some(first.1));
+            let error = set.with(then.0, then.1).unwrap_err();
+            assert!(error.to_string().ends_with("set on_loss to restore"), "{error}");
+        }
     }
 
     #[test]

@@ -66,13 +66,15 @@ impl fmt::Display for Every {
 
 /// What becomes of a job when a shard has lost its blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, EnumString, Display)]
-#[strum(serialize_all = "lowercase")]
+#[strum(serialize_all = "kebab-case")]
 pub enum OnLoss {
     /// It goes on from its newest snapshot, if it has one.
     #[default]
     Restore,
     /// It has failed.
     Fail,
+    /// It goes on from its newest snapshot, with the weights of a newer version if a mount that lives has one.
+    RestoreNewest,
 }
 
 /// The snapshots of a job.
@@ -94,7 +96,12 @@ pub struct SnapshotSettings {
 impl SnapshotSettings {
     /// Whether the job goes on from a snapshot of its store when blocks are lost.
     pub fn restores(&self) -> bool {
-        !self.to.is_empty() && self.on_loss == OnLoss::Restore
+        !self.to.is_empty() && self.on_loss != OnLoss::Fail
+    }
+
+    /// Whether it then takes newer weights from a mount.
+    pub fn restores_newest(&self) -> bool {
+        self.restores() && self.on_loss == OnLoss::RestoreNewest
     }
 }
 

@@ -4,7 +4,7 @@ mod requests;
 
 use std::collections::{BTreeMap, VecDeque};
 
-use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Version};
 use libmodelio::wire::{JobState, Message};
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +27,9 @@ pub(super) struct Client {
     /// When it was told of all readers, on its connection.
     #[serde(skip)]
     told_readers: Option<Now>,
+    /// The version as of which it was last told of learners, on its connection.
+    #[serde(skip)]
+    pub(super) told_learners: Option<Version>,
 }
 
 /// What is remembered of a client that was given up.
@@ -59,6 +62,7 @@ impl Client {
             counted: before.counted,
             sent_state: None,
             told_readers: None,
+            told_learners: None,
         }
     }
 

@@ -151,11 +151,20 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
+        // Most jobs have nothing to tell.
+        let mut news = None;
         for &id in clients {
             let state = self.state(id, now);
             if let Some(client) = self.clients.get_mut(&id)
                 && whether(client, &state)
             {
+                // A client hears of the learners before it hears of the version.
+                if client.told_learners != Some(state.version)
+                    && let Some(news) = news.get_or_insert_with(|| self.core.tell_learners())
+                {
+                    actions.push(Action::ToClient(id, 0, news.clone()));
+                    client.told_learners = Some(state.version);
+                }
                 let numbered = JobState { sequence: self.states.sequence(), ..state.clone() };
                 actions.push(Action::ToClient(id, 0, Message::State(Box::new(numbered))));
                 client.sent(state, now);

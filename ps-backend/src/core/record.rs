@@ -11,10 +11,11 @@ use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
+use libmodelio::wire::{LearnerRecord, MAX_TOLD_LEARNERS, Message};
 use serde::{Deserialize, Serialize};
 
 use super::incarnations::check_name;
-use super::{Action, JobCore, MAX_LEARNERS, Member, Now};
+use super::{Action, JobCore, Member, Now};
 
 /// The facts about a version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,17 +40,6 @@ pub struct JobRecord {
     pub meta: Meta,
 }
 
-/// The facts about a name.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LearnerRecord {
-    /// The name in `learners/<name>`.
-    pub name: String,
-    /// Its last incarnation.
-    pub incarnation: Incarnation,
-    /// The last step of that incarnation that is part of the version. None if the learner has left.
-    pub step: Option<Step>,
-}
-
 impl JobRecord {
     /// The reducer of one tensor.
     pub fn reducer_of(&self, tensor: usize) -> Reducer {
@@ -67,6 +57,17 @@ impl JobCore {
     pub fn set_reserved(&mut self, numbers: Option<Version>, now: Now, actions: &mut Vec<Action>) {
         self.newest.reserved = numbers;
         self.advance(now, actions);
+    }
+
+    /// What a client is told of the learners, as of the newest version, if the job goes on with such a client's weights when
+    /// it is restored.
+    pub fn tell_learners(&self) -> Option<Message> {
+        let tells = self.controls.snapshots.restores_newest();
+        tells.then(|| {
+            let JobRecord { version, contributions, mut learners, unlisted, .. } = self.record();
+            learners.truncate(MAX_TOLD_LEARNERS);
+            Message::Learners { version, contributions, learners, unlisted }
+        })
     }
 
     /// The record of the newest version.
@@ -114,7 +115,7 @@ impl JobCore {
                 self.recipe.tensors()
             ));
         }
-        if record.learners.len() > 2 * MAX_LEARNERS {
+        if record.learners.len() > MAX_TOLD_LEARNERS {
             return refused(format!("the record names {} learners", record.learners.len()));
         }
         record.learners.iter().try_for_each(|learner| check_name(&learner.name))?;

@@ -8,11 +8,12 @@ use std::time::Instant;
 use libmodelio::registry::Registry;
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::ids::{Generation, ShardId, Version};
-use libmodelio::wire::ModelRecord;
+use libmodelio::wire::{Lineage, ModelRecord, Moved};
 
 use super::placing::choose;
 use super::{CreateError, NewModel, PROMPT, ask, forget, make, new_generation, put_ready};
 use crate::memory::MemoryUse;
+use crate::offers::Offer;
 use crate::snapshot::{Shelf, SnapshotError, Stored};
 use crate::state_copies::StateCopies;
 
@@ -25,20 +26,36 @@ pub struct Restored {
     pub snapshot: Version,
     /// The number that it has in the new life.
     pub version: Version,
+    /// The version of the weights in the life before, if a mount had newer ones than the snapshot. Optimizer state is older.
+    pub weights: Option<Version>,
     /// Snapshots that were newer, and damaged.
     pub damaged: Vec<String>,
 }
 
+/// Who restores: it knows what it makes, and hears mounts.
+pub trait Restorer {
+    /// A new life begins, from this snapshot. The registry is told next. Mounts are heard that have newer weights.
+    fn begins(&self, generation: Generation, lineage: &Lineage, snapshot: Version);
+
+    /// The newest weights that a mount has. Waits for mounts.
+    fn offer(&self, generation: Generation) -> Option<Offer>;
+
+    /// Has their mount bring them to the shards of the new life, and waits for that.
+    ///
+    /// # Errors
+    /// [`CreateError::NotBrought`].
+    fn bring(&self, generation: Generation, to: &Moved) -> Result<(), CreateError>;
+}
+
 /// Restores the life of a model whose record is `lost`, for shard `by`. A snapshot that is damaged is passed over, for the
-/// one before. `begins` is told of each new life before the registry is.
+/// one before.
 ///
 /// # Errors
 /// [`CreateError`]. If somebody else was first, it is the registry's word.
 pub fn restore(
     registry: &dyn Registry,
     mut lost: ModelRecord,
-    by: ShardId,
-    begins: &dyn Fn(Generation),
+    (by, restorer): (ShardId, &dyn Restorer),
 ) -> Result<Restored, CreateError> {
     let (mut damaged, mut passed_over) = (Vec::new(), BTreeSet::new());
     let store = lost.lineage.store.clone();
@@ -46,10 +63,10 @@ pub fn restore(
     while let Some(name) = newest(&shelf, &passed_over)? {
         let version = Shelf::version_of(&name).unwrap_or_default();
         let is_newest = || Ok(newest(&shelf, &passed_over)?.as_ref() == Some(&name));
-        match restore_from(registry, &mut lost, (&store, version), by, begins, &is_newest) {
+        match restore_from(registry, &mut lost, (&store, version), (by, restorer), &is_newest) {
             Ok(None) => {}
-            Ok(Some((record, begins_at))) => {
-                return Ok(Restored { record, snapshot: version, version: begins_at, damaged });
+            Ok(Some((record, begins_at, weights))) => {
+                return Ok(Restored { record, snapshot: version, version: begins_at, weights, damaged });
             }
             Err(CreateError::Source(error)) if error.is_damage() => {
                 damaged.push(format!("version {version}: {error}"));
@@ -77,15 +94,14 @@ fn restore_from(
     registry: &dyn Registry,
     lost: &mut ModelRecord,
     (store, version): (&str, Version),
-    by: ShardId,
-    begins: &dyn Fn(Generation),
+    (by, restorer): (ShardId, &dyn Restorer),
     is_newest: &dyn Fn() -> Result<bool, SnapshotError>,
-) -> Result<Option<(ModelRecord, Version)>, CreateError> {
+) -> Result<Option<(ModelRecord, Version, Option<Version>)>, CreateError> {
     let name = lost.name.clone();
     let stored = Stored::open(Path::new(&format!("{store}#{version}")), Some(lost.block_size))?;
     let (head, layout) = (stored.head(), stored.layout());
     let (mut controls, mut job) = (head.controls()?, head.record.clone());
-    let (lineage, begins_at) = lost.lineage.restored(by, job.version);
+    let (lineage, begins_at) = lost.lineage.restored(by, job.version, lost.ready);
     controls.renumber(job.version, begins_at);
     job.version = begins_at;
     let all = registry.shards(Instant::now() + PROMPT)?;
@@ -96,7 +112,6 @@ fn restore_from(
         return Err(CreateError::TooFewShards { wanted: 1, there: 0, draining });
     }
     let generation = new_generation().map_err(|error| CreateError::Random(error.to_string()))?;
-    begins(generation);
     let needed = MemoryUse::of_partition(layout, &controls, Some(StateCopies::default()));
     let there = choose(ask(there), None, layout.blocks() as usize, needed.total());
     let ids: Vec<ShardId> = there.iter().map(|shard| shard.shard).collect();
@@ -105,6 +120,7 @@ fn restore_from(
     let mut record =
         ModelRecord::new(&name, generation, layout, metadata.clone(), &map, ids[0], controls.clone())?;
     record.lineage = lineage;
+    restorer.begins(generation, &record.lineage, version);
     registry.succeed(&record, (lost.generation, lost.epoch), Instant::now() + PROMPT)?;
     let before = std::mem::replace(lost, record.clone());
     // From here on the life before adds no snapshot.
@@ -113,11 +129,22 @@ fn restore_from(
     if !is_newest()? {
         return Ok(None);
     }
+    // State that is older than the weights would make other bits.
+    let takes_newest = record.lineage.newest && !controls.deterministic;
+    let offer = if takes_newest { restorer.offer(generation) } else { None };
+    if let Some(offer) = &offer {
+        job = offer.goes_on(job);
+    }
+    let moved = Moved { record: record.clone(), shards: there.clone() };
+    let brings = || restorer.bring(generation, &moved);
+    let brings: Option<&dyn Fn() -> Result<(), CreateError>> =
+        if offer.is_some() { Some(&brings) } else { None };
     let (shards, place) = (None, stored.place());
     let new =
         NewModel { name: &name, layout, metadata, controls: &controls, shards, record: Some(&job), place };
-    make(&new, &map, &record, &there, &|piece, bytes| stored.piece(piece, bytes), &|_| Ok(()))?;
+    let source = |piece, bytes: &mut _| stored.piece(piece, bytes);
+    make(&new, (&map, &record), &there, (&source, &|_| Ok(())), brings)?;
     record.ready = true;
     put_ready(registry, &record, &there)?;
-    Ok(Some((record, job.version)))
+    Ok(Some((record, job.version, offer.map(|offer| offer.version))))
 }

@@ -137,7 +137,8 @@ struct Inner {
 
 impl PartitionStore {
     /// Memory for `partition`, to be trained by `reducer`: version 0, which must be loaded, the versions after it,
-    /// and optimizer state, which `home` has. All of it is taken from the system now.
+    /// and optimizer state, which `home` has. All of it is promised by the system now. Its pages are taken as version 0 is
+    /// loaded, and those of later versions soon after that.
     ///
     /// # Errors
     /// [`PartitionError::Memory`], [`PartitionError::Device`].
@@ -217,7 +218,12 @@ impl PartitionStore {
         let made = match &work {
             Work::Add { .. } | Work::Measure { .. } => None,
             Work::Reduce { step, tensors, groups, factors, fresh_state } => {
-                if inner.state.prepare(groups.widest(step.reducer), *fresh_state)? {
+                let is_prepared = inner.state.is_prepared(groups.widest(step.reducer), *fresh_state);
+                let has_new_masters = inner.state.prepare(groups.widest(step.reducer), *fresh_state)?;
+                if !is_prepared {
+                    inner.state.memory().try_for_each(|memory| memory.prefault())?;
+                }
+                if has_new_masters {
                     let newest = inner.newest(layout).ok_or(PartitionError::Loading)?;
                     newest.make_masters()?;
                 }

@@ -46,13 +46,17 @@ impl Kept {
         if coordinator.is_frozen() {
             return Ok(());
         }
-        let reserved = Lineage::reserved_for(version).max(lineage.reserved);
-        shared.directory.ask(|registry, deadline| registry.keep(life, reserved, &store, deadline))?;
+        let (reserved, newest) =
+            (Lineage::reserved_for(version).max(lineage.reserved), settings.restores_newest());
+        shared
+            .directory
+            .ask(|registry, deadline| registry.keep(life, reserved, (&store, newest), deadline))?;
         coordinator.set_reserved((!store.is_empty()).then_some(reserved));
         let mut models = shared.models.lock();
         let of = models.get_mut(&life.model).filter(|of| of.generation == life.generation);
         if let Some(of) = of {
-            (of.record.lineage.reserved, of.record.lineage.store) = (reserved, store);
+            let lineage = &mut of.record.lineage;
+            (lineage.reserved, lineage.store, lineage.newest) = (reserved, store, newest);
         }
         drop(models);
         is_durable();

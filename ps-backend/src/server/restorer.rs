@@ -7,14 +7,15 @@ use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::RegistryError;
-use libmodelio::vocabulary::ids::Generation;
-use libmodelio::wire::{LostModel, MAX_HELD, ShardRecord};
+use libmodelio::vocabulary::ids::{Generation, Version};
+use libmodelio::wire::{Lineage, LostModel, MAX_HELD, Moved, ShardRecord};
 use parking_lot::Mutex;
 
 use super::directory::Directory;
 use super::shared::Shared;
 use crate::create::{self, CreateError, Restored};
 use crate::losses::LossWatch;
+use crate::offers::Offer;
 
 /// The time between two looks after other shards.
 const TICK: Duration = Duration::from_millis(500);
@@ -143,12 +144,12 @@ fn restore(shared: &Shared, lost: &LostModel, making: &Mutex<BTreeSet<Generation
     let shards: Vec<String> = lost.shards.iter().map(|shard| shard.to_string()).collect();
     let since = Instant::now();
     tracing::warn!(model = %name, "blocks are lost with shard {}: the model is restored", shards.join(", "));
-    let mut lives = Vec::new();
-    let outcome = restored(&shared.directory, lost, shared, &mut lives, making);
-    let mut making = making.lock();
-    making.retain(|life| !lives.contains(life));
+    let outcome = {
+        let restoration = Restoration { shared, making, lives: Mutex::default() };
+        restored(&shared.directory, lost, &restoration)
+    };
     match outcome {
-        Ok(Restored { record, snapshot, version, damaged }) => {
+        Ok(Restored { record, snapshot, version, weights, damaged }) => {
             damaged
                 .iter()
                 .for_each(|why| tracing::error!(model = %name, "a snapshot was passed over: {why}"));
@@ -157,6 +158,13 @@ fn restore(shared: &Shared, lost: &LostModel, making: &Mutex<BTreeSet<Generation
                 model = %name, generation = %record.generation,
                 "restored from version {snapshot} in {seconds:.1} s: it goes on as version {version}"
             );
+            if let Some(weights) = weights {
+                let older = weights.0 - snapshot.0;
+                tracing::warn!(
+                    model = %name,
+                    "its weights are those of version {weights}, which a mount had: optimizer state is {older} versions older"
+                );
+            }
             (true, String::new())
         }
         // Somebody else was first.
@@ -175,22 +183,49 @@ fn restore(shared: &Shared, lost: &LostModel, making: &Mutex<BTreeSet<Generation
 fn restored(
     directory: &Directory,
     lost: &LostModel,
-    shared: &Shared,
-    lives: &mut Vec<Generation>,
-    making: &Mutex<BTreeSet<Generation>>,
+    restoration: &Restoration<'_>,
 ) -> Result<Restored, CreateError> {
     let record = directory.ask(|registry, deadline| registry.model(&lost.model, deadline))?;
     if record.generation != lost.generation {
         let (model, expected, got) = (lost.model.clone(), record.generation, lost.generation);
         return Err(RegistryError::Generation { model, expected, got }.into());
     }
-    let by = shared.identity.number();
-    let begun = Mutex::new(Vec::new());
-    let begins = |generation| {
-        making.lock().insert(generation);
-        begun.lock().push(generation);
-    };
-    let outcome = directory.with(|registry| create::restore(registry, record, by, &begins));
-    lives.extend(begun.into_inner());
-    outcome
+    let by = restoration.shared.identity.number();
+    directory.with(|registry| create::restore(registry, record, (by, restoration)))
+}
+
+/// One restoration, with the lives that it has begun. They are given up with it, unless they are there.
+struct Restoration<'a> {
+    shared: &'a Shared,
+    making: &'a Mutex<BTreeSet<Generation>>,
+    lives: Mutex<Vec<Generation>>,
+}
+
+impl create::Restorer for Restoration<'_> {
+    fn begins(&self, generation: Generation, lineage: &Lineage, snapshot: Version) {
+        self.making.lock().insert(generation);
+        self.lives.lock().push(generation);
+        if lineage.newest {
+            self.shared.snapshots.offers.begin(generation, lineage, snapshot);
+        }
+    }
+
+    fn offer(&self, generation: Generation) -> Option<Offer> {
+        self.shared.snapshots.offers.wait(|offers, now| offers.choose(generation, now))
+    }
+
+    fn bring(&self, generation: Generation, to: &Moved) -> Result<(), CreateError> {
+        self.shared.snapshots.offers.ask(generation, to.encode()?);
+        let is_brought = self.shared.snapshots.offers.wait(|offers, now| offers.has_brought(generation, now));
+        if is_brought { Ok(()) } else { Err(CreateError::NotBrought) }
+    }
+}
+
+impl Drop for Restoration<'_> {
+    fn drop(&mut self) {
+        for life in self.lives.lock().drain(..) {
+            self.making.lock().remove(&life);
+            self.shared.snapshots.offers.end(life);
+        }
+    }
 }

@@ -19,6 +19,7 @@ use super::errands::Errands;
 use super::fast_paths::FastPaths;
 use super::identity::{Ending, Identity};
 use super::moving::IncomingPartitions;
+use super::offers::HeardOffers;
 use super::options::ServerOptions;
 use super::origins::Origins;
 use super::partition::{Partition, PartitionOptions};
@@ -71,13 +72,15 @@ impl Limits {
     }
 }
 
-/// Copies of versions for snapshots, what is being written of them, and when they are taken.
+/// Copies of versions for snapshots, what is being written of them, and when they are taken; and what mounts offer when a
+/// model is restored from one.
 #[derive(Default)]
 pub(super) struct Snapshots {
     pub pace: Pace,
     pub captures: Captures,
     pub saves: Saves,
     pub schedules: Schedules,
+    pub offers: HeardOffers,
 }
 
 impl Snapshots {

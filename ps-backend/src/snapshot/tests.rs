@@ -10,12 +10,12 @@ use libmodelio::vocabulary::groups::{Groups, Overrides, TensorReducers};
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::meta::Meta;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
+use libmodelio::wire::LearnerRecord;
 use tempfile::TempDir;
 
 use super::directory::watch;
 use super::files::{INDEX, is_of_snapshot};
 use super::*;
-use crate::core::LearnerRecord;
 
 pub(super) const BLOCK: u32 = 64 << 10;
 

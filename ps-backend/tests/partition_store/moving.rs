@@ -4,7 +4,7 @@ use common::initial_weights;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::wire::DataKind;
-use ps_backend::partition::store::{Limits, PartitionError, PartitionStore};
+use ps_backend::partition::store::{Limits, PartitionError, PartitionStore, kept_range};
 
 use crate::common;
 use crate::driver::{Source, Twin, Way, bytes_of, empty, model, partition_of};
@@ -140,10 +140,15 @@ fn pieces_that_do_not_fit_are_refused() {
     let short = there.load_piece(last, DataKind::Weights, &bytes[1..]);
     assert!(matches!(short, Err(PartitionError::Length { .. })));
     assert!(there.load_piece(last, DataKind::Weights, bytes).unwrap());
-    for (what, len) in [(DataKind::Masters, 0), (DataKind::Slot(0), 4), (DataKind::Slot(2), 0)] {
+    for (what, len) in [(DataKind::Masters, 4), (DataKind::Slot(0), 4), (DataKind::Slot(2), 0)] {
         assert!(matches!(with(what, len), Err(PartitionError::State { .. })), "{what:?} of {len} bytes");
     }
     assert!(matches!(there.wants(BlockId(999)), Err(PartitionError::NoBlock { .. })));
+    // Masters that do not come are made of the weights, and others that come later count no more.
+    assert!(!there.has_loaded(last, DataKind::Masters) && with(DataKind::Masters, 0).unwrap());
+    assert!(there.has_loaded(last, DataKind::Masters));
+    let masters = kept_range(layout, last, DataKind::Masters);
+    assert!(!with(DataKind::Masters, (masters.end - masters.start) as usize).unwrap());
     // State that the other partition did not have is zero.
     assert!(with(DataKind::Slot(1), 0).unwrap());
     assert!(matches!(twin.store.begin_at(Version(1), Reducer::Adam), Err(PartitionError::Loaded)));

@@ -2,6 +2,7 @@
 
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId, Version};
 use libmodelio::wire::{Lineage, ModelRecord, RegistryAnswer, RegistryRequest};
+use ps_backend::offers::Offers;
 
 use super::world::{MODEL, Snapshot, Unanswered, World, address};
 
@@ -12,6 +13,8 @@ enum Stage {
     Begins(Box<ModelRecord>),
     /// The life is begun; takes the store, ends the life before, and looks for a newer snapshot.
     Takes(Box<ModelRecord>, Vec<usize>, Snapshot, u64),
+    /// Hears of newer weights.
+    Hears(Box<ModelRecord>, Vec<usize>, Snapshot, Offers),
     /// Loads the blocks of the shard of this place among the owners.
     Loads(Box<ModelRecord>, Vec<usize>, Snapshot, u64, usize),
     /// Tells the registry that all is there.
@@ -73,7 +76,7 @@ impl Restoring {
                     return Err(false);
                 }
                 let (lineage, begins): (Lineage, Version) =
-                    lost.lineage.restored(world.shards[shard].number, Version(snapshot.version));
+                    lost.lineage.restored(world.shards[shard].number, Version(snapshot.version), lost.ready);
                 let record = world.record(generation, &owners, Some(lineage));
                 self.makes = Some(generation);
                 let request = RegistryRequest::Succeed { generation: lost.generation, epoch: Epoch(1) };
@@ -100,7 +103,33 @@ impl Restoring {
                     .is_some_and(|of| (of.claim, of.version) != (snapshot.claim, snapshot.version))
                 {
                     true => Stage::Begins(record),
+                    false if world.takes_newest => {
+                        let mut offers = Offers::default();
+                        let of = Version(snapshot.version);
+                        offers.begin(record.generation, &record.lineage, of, world.time());
+                        Stage::Hears(record, owners, snapshot, offers)
+                    }
                     false => Stage::Loads(record, owners, snapshot, begins, 0),
+                };
+            }
+            Stage::Hears(record, owners, snapshot, mut offers) => {
+                world.offer(record.generation, &mut offers);
+                let begins = record.lineage.begins.0;
+                self.stage = match offers.choose(record.generation, world.time()) {
+                    Err(_) => Stage::Hears(record, owners, snapshot, offers),
+                    Ok(None) => Stage::Loads(record, owners, snapshot, begins, 0),
+                    // The mount has failed.
+                    Ok(Some(_)) if world.random.u8(0..8) == 0 => return Err(false),
+                    Ok(Some(offer)) => {
+                        let (version, content) = world.held_by(offer.client);
+                        assert!(
+                            content.is_superset(&snapshot.content),
+                            "{version} is older than the snapshot"
+                        );
+                        world.brought += 1;
+                        let of = Snapshot { claim: snapshot.claim, version, content };
+                        Stage::Loads(record, owners, of, offer.number.0, 0)
+                    }
                 };
             }
             Stage::Loads(record, owners, snapshot, begins, at) => {

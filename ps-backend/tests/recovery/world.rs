@@ -95,6 +95,10 @@ pub(super) struct World {
     /// Lives that clients know.
     pub(super) known: BTreeSet<Generation>,
     durable: Content,
+    /// Whether newer weights of mounts count at a restoration, and what mounts show.
+    pub(super) takes_newest: bool,
+    pub(super) mounts: Vec<(u64, Content)>,
+    pub(super) brought: u64,
     pub(super) restored: u64,
     pub(super) told: u64,
     pub(super) refused_zombies: u64,
@@ -123,6 +127,9 @@ impl World {
             shown: BTreeMap::new(),
             known: BTreeSet::new(),
             durable: Content::new(),
+            takes_newest: seed % 2 == 1,
+            mounts: vec![Default::default(); 3],
+            brought: 0,
             restored: 0,
             told: 0,
             refused_zombies: 0,
@@ -301,8 +308,8 @@ impl World {
         }
         let (generation, reserved) = (job.generation, Lineage::reserved_for(Version(job.version)));
         let reserved = reserved.max(job.lineage.reserved);
-        let (model, store) = (MODEL.to_owned(), "/s".to_owned());
-        let request = RegistryRequest::Keep { model, generation, epoch: Epoch(1), reserved, store };
+        let (model, store, newest) = (MODEL.to_owned(), "/s".to_owned(), self.takes_newest);
+        let request = RegistryRequest::Keep { model, generation, epoch: Epoch(1), reserved, store, newest };
         let kept = self.ask(shard, &request, &[]);
         if let Err(Unanswered::Refused) = kept {
             self.refused_zombies += 1;
@@ -396,6 +403,10 @@ impl World {
                 self.show(version, &content);
             }
             2 => self.save(shard),
+            3 => {
+                let (version, content) = (job.version, job.content.clone());
+                self.pull(version, &content);
+            }
             _ => {}
         }
     }

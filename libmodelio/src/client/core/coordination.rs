@@ -1,10 +1,13 @@
 //! The connection to the coordinator, whether the job has one, and the messages that get no answer.
 
+use std::collections::VecDeque;
+
 use super::readers::KnownReaders;
 use super::{Action, ClientCore, Now};
+use crate::vocabulary::ids::{Incarnation, Version};
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::Message;
+use crate::wire::{LearnerRecord, Message};
 
 /// What the client knows of the coordinator's process.
 #[derive(Debug, Default)]
@@ -18,6 +21,21 @@ pub(super) struct Coordination {
     failed_at: Option<Now>,
     /// The readers that it has told of.
     pub(super) readers: KnownReaders,
+    /// What it has told of the learners, as of the newest versions.
+    told: VecDeque<ToldLearners>,
+}
+
+/// What the job knew of learners, as of a version.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToldLearners {
+    /// The version.
+    pub version: Version,
+    /// Contributions that are part of it or of an earlier one.
+    pub contributions: u64,
+    /// The learners.
+    pub learners: Vec<LearnerRecord>,
+    /// The highest incarnation of a name that is not among them.
+    pub unlisted: Incarnation,
 }
 
 impl Coordination {
@@ -68,6 +86,21 @@ impl Coordination {
 }
 
 impl ClientCore {
+    /// What the job knew of learners as of a version, if the coordinator has told that lately.
+    pub fn told_learners(&self, version: Version) -> Option<&ToldLearners> {
+        self.coordination.told.iter().rfind(|told| told.version == version)
+    }
+
+    pub(super) fn take_learners(&mut self, told: ToldLearners) {
+        /// The version that is shown is one of so many, unless pulling it takes long.
+        const KEPT: usize = 8;
+        let all = &mut self.coordination.told;
+        all.push_back(told);
+        if all.len() > KEPT {
+            all.pop_front();
+        }
+    }
+
     /// Sends a message that has no answer.
     pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
         if self.coordination.is_up() {

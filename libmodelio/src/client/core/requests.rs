@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::coordination::ToldLearners;
 use super::held::KeptContribution;
 use super::learners::{Learner, OnlyInPlan};
 use super::{Action, ClientCore, Now, REPEAT_AFTER, Token};
@@ -315,6 +316,9 @@ impl ClientCore {
             Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
             Message::Readers { since, revision, readers, gone } => {
                 self.take_readers((since, revision), readers, &gone, actions);
+            }
+            Message::Learners { version, contributions, learners, unlisted } => {
+                self.take_learners(ToldLearners { version, contributions, learners, unlisted });
             }
             // A coordinator of this protocol sends nothing else unasked.
             _ => {}

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Job;
-use crate::client::core::PullReport;
+use crate::client::core::{PullReport, ToldLearners};
 use crate::client::options::TransportChoice;
 use crate::client::payloads::wire_form::FullBecause;
 use crate::client::peers::fallback::FastPath;
@@ -159,6 +159,11 @@ impl Job {
             }),
             shards,
         }
+    }
+
+    /// What the job knew of learners as of a version, if it was told lately.
+    pub fn told_learners(&self, version: Version) -> Option<ToldLearners> {
+        self.shared.inner.lock().core.told_learners(version).cloned()
     }
 
     /// The state of the job: of this moment if the coordinator is in this process, else as last received.

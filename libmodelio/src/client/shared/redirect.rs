@@ -266,13 +266,13 @@ impl Shared {
         if let Ok((record, _)) = &found
             && record.lineage.follows(&self.record.lineage)
         {
-            self.is_restored(record.ready);
+            self.is_restored(record.ready, !record.ready && record.lineage.newest);
             return;
         }
         if let Ok((record, _)) = &found
             && self.is_to_be_restored(record)
         {
-            self.is_restored(false);
+            self.is_restored(false, false);
             return;
         }
         let outcome = match found {
@@ -323,8 +323,8 @@ impl Shared {
     }
 
     /// Blocks were lost, and the model goes on from a snapshot in another life, or is about to. This job ends then, unless
-    /// whoever has it begins another one first.
-    fn is_restored(&self, is_there: bool) {
+    /// whoever has it begins another one first, who may be asked to bring (`takes`) weights before.
+    fn is_restored(&self, is_there: bool, takes: bool) {
         let mut inner = self.inner.lock();
         inner.peers.inquiry = Inquiry { next: Some(Instant::now() + RESTORING), ..Inquiry::default() };
         let mut actions = Vec::new();
@@ -332,10 +332,10 @@ impl Shared {
             tracing::warn!(model = %self.model, "blocks are lost: the model is restored from its newest snapshot");
         }
         self.act(inner, actions);
-        match (is_there, self.options.is_followed) {
+        match (is_there || takes, self.options.is_followed) {
             (true, true) => self.tell(Event::Restored),
-            (true, false) => self.roll_back(),
-            (false, _) => {}
+            (true, false) if is_there => self.roll_back(),
+            _ => {}
         }
     }
 

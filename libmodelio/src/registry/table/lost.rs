@@ -27,7 +27,7 @@ impl RegistryCore {
         name: &str,
         (generation, epoch): (Generation, Epoch),
         reserved: Version,
-        store: &str,
+        (store, newest): (&str, bool),
     ) -> Result<(), Refusal> {
         let stored = self.model(name)?;
         check_generation(name, stored.generation, generation)?;
@@ -41,6 +41,7 @@ impl RegistryCore {
         let before = record.lineage.clone();
         record.lineage.reserved = before.reserved.max(reserved);
         store.clone_into(&mut record.lineage.store);
+        record.lineage.newest = newest;
         if record.lineage == before {
             return Ok(());
         }

@@ -71,8 +71,8 @@ impl RegistryCore {
                 Ok(RegistryAnswer::Fates { draining, fates })
             }
             RegistryRequest::Restore { shards } => self.restore(shards, given()?, now).map(done),
-            RegistryRequest::Keep { model, generation, epoch, reserved, store } => {
-                self.keep(model, (*generation, *epoch), *reserved, store).map(done)
+            RegistryRequest::Keep { model, generation, epoch, reserved, store, newest } => {
+                self.keep(model, (*generation, *epoch), *reserved, (store, *newest)).map(done)
             }
             RegistryRequest::Succeed { generation, epoch } => {
                 self.succeed((*generation, *epoch), given()?).map(done)

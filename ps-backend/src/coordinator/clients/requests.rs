@@ -52,6 +52,7 @@ impl CoordinatorCore {
         client.requests.connects(now);
         client.connected = true;
         client.last_seen = now;
+        client.told_learners = None;
         if self.core.readers_revision() > 0 {
             actions.push(Action::ToClient(id, 0, self.core.tell_readers(id)));
         }

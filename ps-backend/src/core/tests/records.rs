@@ -2,6 +2,7 @@
 
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
+use libmodelio::wire::LearnerRecord;
 
 use super::super::*;
 use super::bench::{completes, everything, job, open};

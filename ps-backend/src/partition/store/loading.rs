@@ -78,6 +78,7 @@ impl PartitionStore {
     /// [`PartitionError::NotLoaded`] names the first block that has not come. [`PartitionError::Busy`] while a block
     /// that came twice is being handled.
     pub fn finish_loading(&self) -> Result<(), PartitionError> {
+        self.take_pages()?;
         let mut inner = self.shared.inner.lock();
         let loads_state = inner.loads_state;
         let Some(loading) = &mut inner.loading else { return Ok(()) };
@@ -96,6 +97,24 @@ impl PartitionStore {
         inner.loading = None;
         inner.versions.complete();
         Ok(())
+    }
+
+    /// Takes the pages of optimizer state that were not loaded, and has another thread take those of later versions: what
+    /// waits for this version does not wait for them.
+    fn take_pages(&self) -> io::Result<()> {
+        let (now, later): (Vec<_>, Vec<_>) = {
+            let inner = self.shared.inner.lock();
+            if inner.loading.is_none() {
+                return Ok(());
+            }
+            (inner.state.memory().cloned().collect(), inner.versions.memory_to_come().cloned().collect())
+        };
+        now.iter().try_for_each(|memory| memory.prefault())?;
+        let take = move || {
+            let taken = later.iter().try_for_each(|memory: &Arc<Mapping>| memory.prefault());
+            taken.inspect_err(|error| tracing::warn!("the memory of later versions: {error}")).ok()
+        };
+        std::thread::Builder::new().name("takes-pages".into()).spawn(take).map(drop)
     }
 
     /// The data to load is of this version instead of version 0, with the state of `reducer`. Data that was loaded
@@ -132,9 +151,15 @@ impl PartitionStore {
         Ok(self.loading()?.wants(block))
     }
 
+    /// Whether a piece of a block was loaded, so that it need not come again.
+    pub fn has_loaded(&self, block: BlockId, what: DataKind) -> bool {
+        let mark = self.shared.loaded.get(block.index()).map_or(0, |mark| mark.load(Ordering::Acquire));
+        mark & mark_of(what) != 0
+    }
+
     /// Loads a piece of another partition's data of a block: its weights first, and then all kinds that
-    /// [`Self::wants`] names. Optimizer state without bytes is zero. Returns false, without effect, if the piece was
-    /// loaded before.
+    /// [`Self::wants`] names. Optimizer state without bytes is zero, and masters without bytes are made of the weights.
+    /// Returns false, without effect, if the piece was loaded before.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::State`],
@@ -145,17 +170,17 @@ impl PartitionStore {
         let loading = self.loading()?;
         let place = kept_range(self.layout(), block, what);
         let (expected, got) = ((place.end - place.start) as usize, bytes.len());
-        let is_zero_state = got == 0 && matches!(what, DataKind::Slot(_));
+        let is_made = got == 0 && what != DataKind::Weights;
         match what {
             DataKind::Weights if got != expected => {
                 return Err(PartitionError::Length { block, expected, got });
             }
             DataKind::Weights => {}
             // No reducer needs them here: they are made of the weights when one does.
-            DataKind::Masters if got == expected && !loading.wants(block).contains(&what) => {
+            DataKind::Masters if (got == expected || is_made) && !loading.wants(block).contains(&what) => {
                 return Ok(false);
             }
-            _ if loading.wants(block).contains(&what) && (got == expected || is_zero_state) => {}
+            _ if loading.wants(block).contains(&what) && (got == expected || is_made) => {}
             _ => return Err(PartitionError::State { block, got }),
         }
         let mark = &self.shared.loaded[block.index()];
@@ -172,8 +197,12 @@ impl PartitionStore {
             // The weights are those that come, whoever brings them.
             return if what == DataKind::Weights { Ok(false) } else { Err(PartitionError::Claimed(block)) };
         }
-        // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are loaded.
-        let loaded = unsafe { loading.load(block, what, bytes) };
+        let loaded = match is_made && what == DataKind::Masters {
+            // They came with the weights.
+            true => Ok(()),
+            // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are loaded.
+            false => unsafe { loading.load(block, what, bytes) },
+        };
         if loaded.is_ok() && !bytes.is_empty() && matches!(what, DataKind::Slot(_)) {
             self.shared.inner.lock().state.slots_used = true;
         }

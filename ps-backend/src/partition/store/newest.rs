@@ -77,8 +77,8 @@ impl Newest {
     fn mapping(&self, what: DataKind) -> Option<&Mapping> {
         match what {
             DataKind::Weights => None,
-            DataKind::Masters => self.state.master.as_ref(),
-            DataKind::Slot(slot) => self.state.slots.get(usize::from(slot))?.as_ref(),
+            DataKind::Masters => self.state.master.as_deref(),
+            DataKind::Slot(slot) => self.state.slots.get(usize::from(slot))?.as_deref(),
         }
     }
 

@@ -50,8 +50,8 @@ impl Default for Home {
 /// Optimizer state and fp32 masters of one version, in the order of reducible elements.
 #[derive(Debug, Default)]
 pub(super) struct StateBuffer {
-    pub(super) master: Option<Mapping>,
-    pub(super) slots: [Option<Mapping>; 2],
+    pub(super) master: Option<Arc<Mapping>>,
+    pub(super) slots: [Option<Arc<Mapping>>; 2],
     /// The version whose state each block has, or [`VOID`].
     pub(super) stamps: Vec<AtomicU64>,
 }
@@ -59,7 +59,7 @@ pub(super) struct StateBuffer {
 impl StateBuffer {
     /// A slot, if the reducer of `step` has it.
     pub(super) fn slot(&self, slot: usize, step: &Step) -> Option<&Mapping> {
-        self.slots[slot].as_ref().filter(|_| slot < step.reducer.state_slots())
+        self.slots[slot].as_deref().filter(|_| slot < step.reducer.state_slots())
     }
 }
 
@@ -114,8 +114,8 @@ impl State {
         self.arrays.is_some() || self.copies.len() == 1 && (self.has_narrow && masters || slots > 0)
     }
 
-    /// Makes sure that all copies of state have exactly what `reducer` needs, pre-faulted. `fresh` starts its slots
-    /// from zero. No version may be being built. Returns whether there are masters now which there were not: those of
+    /// Makes sure that all copies of state have exactly what `reducer` needs. `fresh` starts its slots from zero. Their
+    /// pages are promised, for [`Self::memory`] to be pre-faulted. No version may be being built. Returns whether there are masters now which there were not: those of
     /// the newest version have to be made of its weights.
     ///
     /// # Errors
@@ -124,10 +124,9 @@ impl State {
         let keeps_masters = self.has_narrow && reducer.keeps_masters();
         let mut masters = Vec::new();
         let (fresh, bytes) = (fresh && self.slots_used, self.layout.elements() as usize * 4);
-        let new = || -> io::Result<Mapping> {
-            available::check(bytes as u64)?;
-            let mapping = Mapping::anonymous(bytes)?;
-            mapping.prefault()?;
+        let new = || -> io::Result<Arc<Mapping>> {
+            let mapping = Arc::new(Mapping::anonymous(bytes)?);
+            available::promise(&mapping)?;
             Ok(mapping)
         };
         if let Some(arrays) = &self.arrays {
@@ -187,15 +186,20 @@ impl State {
             }
     }
 
+    /// The memory of masters and slots.
+    pub(super) fn memory(&self) -> impl Iterator<Item = &Arc<Mapping>> {
+        let all = self.copies.iter().flat_map(|state| state.slots.iter().chain([&state.master]));
+        all.flatten()
+    }
+
     /// The bytes of masters and slots that are taken from the system.
     pub(super) fn taken(&self) -> u64 {
-        let all = self.copies.iter().flat_map(|state| state.slots.iter().chain([&state.master]));
-        all.flatten().map(Mapping::taken).sum()
+        self.memory().map(|memory| memory.taken()).sum()
     }
 
     /// Bytes of fp32 masters, and of the optimizer's slots, in the host's memory.
     pub(super) fn bytes(&self) -> (u64, u64) {
-        let len = |mapping: &Option<Mapping>| mapping.as_ref().map_or(0, |mapping| mapping.len() as u64);
+        let len = |mapping: &Option<Arc<Mapping>>| mapping.as_ref().map_or(0, |mapping| mapping.len() as u64);
         let masters = self.copies.iter().map(|state| len(&state.master)).sum();
         (masters, self.copies.iter().flat_map(|state| &state.slots).map(len).sum())
     }

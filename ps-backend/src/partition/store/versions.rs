@@ -89,7 +89,7 @@ pub(super) struct Versions {
 }
 
 impl Versions {
-    /// Version 0, which must be loaded, and the buffers of the next version and of retained ones, all pre-faulted.
+    /// Version 0, which must be loaded and is pre-faulted, and the buffers of the next version and of retained ones.
     ///
     /// # Errors
     /// When there is no memory.
@@ -116,7 +116,6 @@ impl Versions {
         // Together with the retained ones, every version has a buffer then, unless a reader holds an old one.
         for _ in 0..=limits.retain {
             let buffer = versions.allocate()?;
-            buffer.region.memory().prefault()?;
             versions.free.push(buffer);
         }
         versions.back = versions.free.pop();
@@ -204,6 +203,11 @@ impl Versions {
     pub(super) fn memory(&self) -> impl Iterator<Item = &Arc<Mapping>> {
         let shown = self.table.values().map(|published| &published.buffer);
         shown.chain(&self.back).chain(&self.free).map(|buffer| buffer.region.memory())
+    }
+
+    /// The memory of the next version and of later ones.
+    pub(super) fn memory_to_come(&self) -> impl Iterator<Item = &Arc<Mapping>> {
+        self.back.iter().chain(&self.free).map(|buffer| buffer.region.memory())
     }
 
     /// The buffers that were handed out for new weights.

@@ -36,6 +36,7 @@ pub(in crate::server) fn is_between_shards(message: &Message) -> bool {
             | Message::TakeSnapshot { .. }
             | Message::SaveCopy { .. }
             | Message::LoadCopy { .. }
+            | Message::Offer { .. }
     )
 }
 
@@ -88,6 +89,9 @@ pub(in crate::server) fn between_shards(
         }
         Message::LoadCopy { generation, from, name } => {
             Ok((snapshots::load_copy(shared, generation, (from, name))?, None))
+        }
+        Message::Offer { generation, client, version, sent } => {
+            shared.snapshots.offers.offered(generation, (client, version), sent, payload)
         }
         other => capturing::of_snapshot(shared, other, payload, between_shards),
     }

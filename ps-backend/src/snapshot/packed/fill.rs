@@ -2,6 +2,7 @@
 //! hashes, and copy it to its place.
 
 use libmodelio::bytes::pages::Pages;
+use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::DataKind;
 use parking_lot::Mutex;
@@ -63,7 +64,11 @@ impl<'a> Filling<'a> {
     /// The places of the partition's data of a kind, in the order of the packs.
     fn wanted(&self, what: DataKind) -> Result<Vec<Wanted<'a>>, SnapshotError> {
         let mut wanted: Vec<Wanted<'a>> = Vec::new();
-        for &block in self.store.partition().blocks() {
+        for (local, &block) in (0..).map(BlockId).zip(self.store.partition().blocks()) {
+            // A mount has brought it.
+            if self.store.has_loaded(local, what) {
+                continue;
+            }
             match self.reader.places().of((block, what)) {
                 Some((place, pack)) => wanted.push(((block, what), *place, &pack.name)),
                 None if kept_range(self.reader.layout(), block, what).is_empty() => {}

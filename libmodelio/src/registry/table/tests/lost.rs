@@ -24,7 +24,7 @@ fn first() -> ModelRecord {
 
 /// The next life of a model, of another generation.
 fn next(before: &ModelRecord, generation: u64, by: u16) -> ModelRecord {
-    let (lineage, _) = before.lineage.restored(ShardId(by), Version(3));
+    let (lineage, _) = before.lineage.restored(ShardId(by), Version(3), before.ready);
     ModelRecord { ready: false, ..stored(generation, &[2], lineage) }
 }
 
@@ -43,9 +43,9 @@ fn succeed(core: &mut Tested, record: &ModelRecord, before: u64) -> Result<(), R
 }
 
 fn keep(core: &mut Tested, epoch: u64, reserved: u64, store: &str) -> Result<(), Refusal> {
-    let (model, store) = ("m".to_owned(), store.to_owned());
+    let (model, store, newest) = ("m".to_owned(), store.to_owned(), store == "/newest");
     let (generation, epoch, reserved) = (Generation(7), Epoch(epoch), Version(reserved));
-    let request = RegistryRequest::Keep { model, generation, epoch, reserved, store };
+    let request = RegistryRequest::Keep { model, generation, epoch, reserved, store, newest };
     core.handle(&request, &[], at(0)).map(|_| ())
 }
 
@@ -98,6 +98,10 @@ fn a_model_without_a_store_is_never_lost() {
         keep(&mut core, 1, 0, "/t").unwrap();
         assert_eq!(losses(&mut core, 2, &[], at(99)).0, [1, 2]);
         assert_eq!(get(&mut core, "m").unwrap().lineage.store, "/t");
+        for (store, newest) in [("/newest", true), ("/t", false)] {
+            keep(&mut core, 1, 0, store).unwrap();
+            assert_eq!(get(&mut core, "m").unwrap().lineage.newest, newest, "{store}");
+        }
     });
 }
 
