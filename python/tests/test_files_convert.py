@@ -140,7 +140,7 @@ def test_steps_by_torch_then_gradfs_then_torch_lead_where_those_of_torch_do(
 ):
     """Weights and state are in two files, the groups have no names, and the job is on shards."""
     net, optimizer = trained(OPTIMIZERS[reducer], 10, nameless, Wide())
-    create_from(net, tmp_path / "model.safetensors")
+    create_from(net, tmp_path / "net.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     (tmp_path / "names").write_text("".join(f"{name}\n" for group in decayed(net) for name, _ in group["params"]))
     names = ["--names", tmp_path / "names"]
@@ -149,7 +149,7 @@ def test_steps_by_torch_then_gradfs_then_torch_lead_where_those_of_torch_do(
     one = cluster()
     with_state = ["--optimizer-state", tmp_path / "optimizer.pt", "--optimizer-names", tmp_path / "names"]
     settings = ["--block-size=64KiB", "--shards=3", "--reducer", reducer]
-    one.command("create", "trained", "--model", tmp_path / "model.safetensors", *with_state, *settings)
+    one.command("create", "trained", "--model", tmp_path / "net.safetensors", *with_state, *settings)
     until((one.mount / "trained").exists)
     model = gradfs.open(one.mount / "trained")
     assert model.control["reducer"] == reducer

@@ -43,7 +43,7 @@ pub(super) fn snapshot_of(
     }
     let said = String::from_utf8_lossy(&done.stderr);
     let last = said.lines().rfind(|line| !line.is_empty()).unwrap_or("the converter has failed");
-    let why = last.trim_start_matches("gradfs.convert: error: ").to_owned();
+    let why = last.trim_start_matches("gradfs.convert: error: ").replace("--names", "--optimizer-names");
     let is_missing = why.contains("No module named");
     let error = failed().caused_by(why);
     Err(if is_missing { error.hint(ELSEWHERE) } else { error })
