@@ -5,11 +5,14 @@
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use super::{HUGE, Mapping};
 
 /// The most bytes that are taken in one call.
 const CHUNK: usize = 64 << 20;
+/// The most bytes that are taken in one call where others are to be held up briefly.
+const BIT: usize = 8 << 20;
 /// The most threads that take pages of one mapping. With more, they wait for each other.
 const MAX_FAULTING: usize = 4;
 /// Bytes of a small page.
@@ -30,11 +33,7 @@ impl Mapping {
                 if start >= self.len {
                     return Ok(());
                 }
-                let chunk = start..self.len.min(start + CHUNK);
-                if has_huge.load(Ordering::Relaxed) && !self.collapse(chunk.clone()) {
-                    has_huge.store(false, Ordering::Relaxed);
-                }
-                self.populate(chunk)?;
+                self.take(start..self.len.min(start + CHUNK), &has_huge)?;
             }
         };
         std::thread::scope(|scope| {
@@ -45,6 +44,28 @@ impl Mapping {
             let there = others.into_iter().map(|other| other.join().unwrap_or(Ok(())));
             there.fold(here, |before, outcome| before.and(outcome))
         })
+    }
+
+    /// Takes every page, too, but bit by bit, with as long a pause after each: whoever maps memory meanwhile waits for one
+    /// bit at most.
+    ///
+    /// # Errors
+    /// Those of [`Self::prefault`].
+    pub fn prefault_beside(&self) -> io::Result<()> {
+        let has_huge = AtomicBool::new(self.fd.is_some());
+        for start in (0..self.len).step_by(BIT) {
+            let began = Instant::now();
+            self.take(start..self.len.min(start + BIT), &has_huge)?;
+            std::thread::sleep(began.elapsed());
+        }
+        Ok(())
+    }
+
+    fn take(&self, range: Range<usize>, has_huge: &AtomicBool) -> io::Result<()> {
+        if has_huge.load(Ordering::Relaxed) && !self.collapse(range.clone()) {
+            has_huge.store(false, Ordering::Relaxed);
+        }
+        self.populate(range)
     }
 
     /// Advises the kernel about a range. False if it takes no such advice.

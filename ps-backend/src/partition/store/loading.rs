@@ -5,6 +5,7 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::{BlockId, Version};
@@ -15,6 +16,8 @@ use super::newest::Newest;
 use super::places::kept_range;
 use super::{PartitionError, PartitionStore, check_block};
 
+/// After so long the memory of later versions is taken. Whoever has waited for the first one connects before that.
+const SETTLES: Duration = Duration::from_secs(1);
 /// A thread is loading a part of the block.
 const COMING: u8 = 1;
 /// The block's weights are there.
@@ -111,7 +114,8 @@ impl PartitionStore {
         };
         now.iter().try_for_each(|memory| memory.prefault())?;
         let take = move || {
-            let taken = later.iter().try_for_each(|memory: &Arc<Mapping>| memory.prefault());
+            std::thread::sleep(SETTLES);
+            let taken = later.iter().try_for_each(|memory: &Arc<Mapping>| memory.prefault_beside());
             taken.inspect_err(|error| tracing::warn!("the memory of later versions: {error}")).ok()
         };
         std::thread::Builder::new().name("takes-pages".into()).spawn(take).map(drop)
