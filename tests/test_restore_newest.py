@@ -44,7 +44,7 @@ def older(job):
 
 @WHO
 def test_a_job_goes_on_with_the_newest_weights_of_a_living_mount(apart, tmp_path, who):  # noqa: F811
-    job = newest(apart(3), tmp_path / "store")
+    job = newest(apart(4), tmp_path / "store", shards=4)
     reader = job.one.mount(models=["m"])
     assert beyond(job, snapshot=2, steps=3) == 5
     contributions = job.mount.status()["contributions"]
@@ -64,7 +64,12 @@ def test_a_job_goes_on_with_the_newest_weights_of_a_living_mount(apart, tmp_path
     job.step()
     job.other().kill()
     comes_back(job, restored=2)
-    assert job.shown() == step_of(job.mount) == 8 and older(job) == [3, 1]
+    assert job.shown() == step_of(job.mount) == 8 and sorted(older(job)) == [1, 3]
+    # And again before it has a snapshot of its own.
+    job.step()
+    job.other().kill()
+    comes_back(job, restored=3)
+    assert job.shown() == step_of(job.mount) == 9 and sorted(older(job)) == [1, 2, 3]
 
 
 def test_a_mount_that_reads_has_the_weights_when_all_shards_and_the_learner_die(apart, tmp_path):  # noqa: F811

@@ -29,8 +29,8 @@ pub use error::WireError;
 pub use header::{HEADER, Header, Payload};
 pub use lineage::Lineage;
 pub use message::{
-    Granted, JobState, LearnerRecord, LearnerState, MAX_PARTS_OF_SET, MAX_TOLD_LEARNERS, Message, PartOf,
-    Plan, PlanPart, PlanSource, ReaderDoes, ReduceOp, Refusal, Role, SetOfParts, Work,
+    Brings, Granted, JobState, LearnerRecord, LearnerState, MAX_PARTS_OF_SET, MAX_TOLD_LEARNERS, Message,
+    PartOf, Plan, PlanPart, PlanSource, ReaderDoes, ReduceOp, Refusal, Role, SetOfParts, Work,
 };
 pub use moved::{DataKind, Moved};
 pub use receiver::{Received, Receiver};

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use libmodelio::vocabulary::ids::{ClientId, Generation, Incarnation, Version};
 use libmodelio::vocabulary::meta::Meta;
-use libmodelio::wire::{LearnerRecord, Lineage};
+use libmodelio::wire::{Brings, LearnerRecord, Lineage};
 use serde::{Deserialize, Serialize};
 
 use crate::core::{JobRecord, Now};
@@ -18,8 +18,12 @@ use crate::core::{JobRecord, Now};
 const FIRST: Duration = Duration::from_secs(3);
 /// So long others are waited for after the first one.
 const OTHERS: Duration = Duration::from_secs(1);
-/// A mount that says nothing for so long has failed. While it sends, it says every second that it lives.
+/// A mount that says nothing for so long has failed. It says five times a second that it lives.
 const SILENT: Duration = Duration::from_secs(10);
+/// A mount that has not sent all after this time has failed, too.
+const LONGEST: Duration = Duration::from_secs(600);
+/// A mount is asked so often, if it says that it has failed: a shard may have died.
+const TRIES: u32 = 2;
 /// So many mounts that have failed are remembered.
 const MAX_FAILED: usize = 64;
 
@@ -72,7 +76,7 @@ enum Stage {
     /// Offers are taken.
     Open { first: Option<Now> },
     /// The best one was chosen. Its mount brings the weights to the shards that are encoded here, once there are some.
-    Chosen { shards: Vec<u8>, heard: Now, sent: bool },
+    Chosen { shards: Vec<u8>, asked: Now, heard: Now, says: Brings },
 }
 
 /// A model that is being restored.
@@ -89,7 +93,8 @@ struct Life {
 #[derive(Debug, Default)]
 pub struct Offers {
     lives: BTreeMap<Generation, Life>,
-    failed: Vec<ClientId>,
+    /// Mounts that have failed, each with how often.
+    failed: Vec<(ClientId, u32)>,
 }
 
 impl Offers {
@@ -104,10 +109,11 @@ impl Offers {
         &mut self,
         generation: Generation,
         (client, version, known): (ClientId, Version, KnownOf),
-        sent: bool,
+        brings: Brings,
         now: Now,
     ) -> Option<Told> {
-        let life = self.lives.get_mut(&generation).filter(|_| !self.failed.contains(&client))?;
+        let is_out = self.failed.iter().any(|&(of, times)| of == client && times >= TRIES);
+        let life = self.lives.get_mut(&generation).filter(|_| !is_out)?;
         let is_best = life.best.as_ref().is_some_and(|best| (best.client, best.version) == (client, version));
         match &mut life.stage {
             Stage::Open { first } => {
@@ -118,9 +124,12 @@ impl Offers {
                 }
                 Some(Told::Wait)
             }
-            Stage::Chosen { shards, heard, sent: all } if is_best => {
-                (*heard, *all) = (now, *all || sent && !shards.is_empty());
-                let waits = *all || shards.is_empty();
+            Stage::Chosen { shards, heard, says, .. } if is_best => {
+                *heard = now;
+                if !shards.is_empty() && *says == Brings::Soon {
+                    *says = brings;
+                }
+                let waits = *says != Brings::Soon || shards.is_empty();
                 Some(if waits { Told::Wait } else { Told::Bring(shards.clone()) })
             }
             Stage::Chosen { .. } => None,
@@ -138,16 +147,16 @@ impl Offers {
             if now < until {
                 return Err(until - now);
             }
-            life.stage = Stage::Chosen { shards: Vec::new(), heard: now, sent: false };
+            life.stage = Stage::Chosen { shards: Vec::new(), asked: now, heard: now, says: Brings::Soon };
         }
         Ok(life.best.clone())
     }
 
     /// These shards can take the weights now.
     pub fn ask(&mut self, generation: Generation, encoded: Vec<u8>, now: Now) {
-        if let Some(Life { stage: Stage::Chosen { shards, heard, .. }, .. }) = self.lives.get_mut(&generation)
-        {
-            (*shards, *heard) = (encoded, now);
+        let life = self.lives.get_mut(&generation);
+        if let Some(Life { stage: Stage::Chosen { shards, asked, heard, .. }, .. }) = life {
+            (*shards, *asked, *heard) = (encoded, now, now);
         }
     }
 
@@ -157,17 +166,24 @@ impl Offers {
     /// The time after which it has failed if nothing more is heard of it.
     pub fn has_brought(&mut self, generation: Generation, now: Now) -> Result<bool, Duration> {
         let Some(life) = self.lives.get(&generation) else { return Ok(false) };
-        let Stage::Chosen { heard, sent, .. } = life.stage else { return Ok(false) };
-        if sent {
-            return Ok(true);
+        let Stage::Chosen { asked, heard, says, .. } = life.stage else { return Ok(false) };
+        let until = (heard + SILENT).min(asked + LONGEST);
+        let times = match says {
+            Brings::Sent => return Ok(true),
+            Brings::Soon if now < until => return Err(until - now),
+            Brings::Soon => TRIES,
+            Brings::Failed => 1,
+        };
+        let Some(client) = life.best.as_ref().map(|best| best.client) else { return Ok(false) };
+        match self.failed.iter_mut().find(|(of, _)| *of == client) {
+            Some((_, before)) => *before += times,
+            None => {
+                if self.failed.len() == MAX_FAILED {
+                    self.failed.remove(0);
+                }
+                self.failed.push((client, times));
+            }
         }
-        if now < heard + SILENT {
-            return Err(heard + SILENT - now);
-        }
-        if self.failed.len() == MAX_FAILED {
-            self.failed.remove(0);
-        }
-        self.failed.extend(life.best.as_ref().map(|best| best.client));
         Ok(false)
     }
 
@@ -197,47 +213,51 @@ mod tests {
         Duration::from_millis(millis)
     }
 
-    fn says(offers: &mut Offers, client: u64, version: u64, sent: bool, now: Now) -> Option<Told> {
+    fn says(offers: &mut Offers, client: u64, version: u64, brings: Brings, now: Now) -> Option<Told> {
         let (learners, unlisted, meta) = (Vec::new(), Incarnation(0), Meta::default());
         let known = KnownOf { contributions: version, learners, unlisted, meta };
-        offers.offered(LIFE, (ClientId(client), Version(version), known), sent, now)
+        offers.offered(LIFE, (ClientId(client), Version(version), known), brings, now)
     }
 
     #[test]
     fn the_newest_weights_are_taken_and_their_mount_is_asked_for_them() {
         let (mut offers, begins) = begun();
         assert_eq!(offers.choose(LIFE, at(0)), Err(FIRST));
-        assert_eq!(says(&mut offers, 1, 32, false, at(500)), Some(Told::Wait));
+        assert_eq!(says(&mut offers, 1, 32, Brings::Soon, at(500)), Some(Told::Wait));
         assert_eq!(offers.choose(LIFE, at(500)), Err(OTHERS));
-        assert_eq!(says(&mut offers, 2, 35, false, at(600)), Some(Told::Wait));
-        assert_eq!(says(&mut offers, 3, 33, false, at(700)), Some(Told::Wait));
+        assert_eq!(says(&mut offers, 2, 35, Brings::Soon, at(600)), Some(Told::Wait));
+        assert_eq!(says(&mut offers, 3, 33, Brings::Soon, at(700)), Some(Told::Wait));
         let best = offers.choose(LIFE, at(1500)).unwrap().unwrap();
         assert_eq!((best.client, best.version, best.number.0), (ClientId(2), Version(35), begins.0 + 5));
-        assert_eq!(says(&mut offers, 1, 32, false, at(1600)), None, "another one was newer");
-        assert_eq!(says(&mut offers, 2, 35, true, at(1600)), Some(Told::Wait), "no shard is ready");
+        assert_eq!(says(&mut offers, 1, 32, Brings::Soon, at(1600)), None, "another one was newer");
+        assert_eq!(says(&mut offers, 2, 35, Brings::Sent, at(1600)), Some(Told::Wait), "no shard is ready");
         offers.ask(LIFE, vec![7], at(1700));
-        assert_eq!(says(&mut offers, 2, 35, false, at(1800)), Some(Told::Bring(vec![7])));
+        assert_eq!(says(&mut offers, 2, 35, Brings::Soon, at(1800)), Some(Told::Bring(vec![7])));
         assert_eq!(offers.has_brought(LIFE, at(1800)), Err(SILENT));
-        assert_eq!(says(&mut offers, 2, 35, true, at(1900)), Some(Told::Wait));
+        assert_eq!(says(&mut offers, 2, 35, Brings::Sent, at(1900)), Some(Told::Wait));
         assert_eq!(offers.has_brought(LIFE, at(1900)), Ok(true));
         offers.end(LIFE);
-        assert_eq!(says(&mut offers, 2, 35, true, at(1900)), None);
+        assert_eq!(says(&mut offers, 2, 35, Brings::Sent, at(1900)), None);
     }
 
     #[test]
     fn without_an_offer_the_snapshot_is_taken() {
         let (mut offers, begins) = begun();
         for version in [29, 30, begins.0] {
-            assert_eq!(says(&mut offers, 1, version, false, at(1)), None, "{version} is none that is newer");
+            assert_eq!(
+                says(&mut offers, 1, version, Brings::Soon, at(1)),
+                None,
+                "{version} is none that is newer"
+            );
         }
         assert_eq!(offers.choose(LIFE, FIRST), Ok(None));
-        assert_eq!(says(&mut offers, 1, 31, false, FIRST), None, "it is too late");
+        assert_eq!(says(&mut offers, 1, 31, Brings::Soon, FIRST), None, "it is too late");
     }
 
     #[test]
     fn a_mount_that_falls_silent_is_not_asked_again() {
         let (mut offers, _) = begun();
-        says(&mut offers, 1, 31, false, at(0));
+        says(&mut offers, 1, 31, Brings::Soon, at(0));
         assert!(offers.choose(LIFE, OTHERS).unwrap().is_some());
         offers.ask(LIFE, vec![7], OTHERS);
         assert_eq!(offers.has_brought(LIFE, OTHERS + SILENT / 2), Err(SILENT / 2));
@@ -245,7 +265,37 @@ mod tests {
         let lineage = offers.lives[&LIFE].lineage.clone();
         offers.end(LIFE);
         offers.begin(LIFE, &lineage, SNAPSHOT, OTHERS + SILENT);
-        assert_eq!(says(&mut offers, 1, 31, false, OTHERS + SILENT), None);
-        assert_eq!(says(&mut offers, 2, 31, false, OTHERS + SILENT), Some(Told::Wait));
+        assert_eq!(says(&mut offers, 1, 31, Brings::Soon, OTHERS + SILENT), None);
+        assert_eq!(says(&mut offers, 2, 31, Brings::Soon, OTHERS + SILENT), Some(Told::Wait));
+    }
+
+    #[test]
+    fn a_mount_that_says_that_it_has_failed_is_asked_once_more() {
+        let (mut offers, _) = begun();
+        let lineage = offers.lives[&LIFE].lineage.clone();
+        for (turn, then) in [(0, Some(Told::Wait)), (1, None)] {
+            offers.begin(LIFE, &lineage, SNAPSHOT, Now::ZERO);
+            assert_eq!(says(&mut offers, 1, 31, Brings::Soon, at(0)), Some(Told::Wait), "{turn}");
+            assert!(offers.choose(LIFE, OTHERS).unwrap().is_some());
+            offers.ask(LIFE, vec![7], OTHERS);
+            says(&mut offers, 1, 31, Brings::Failed, OTHERS);
+            assert_eq!(offers.has_brought(LIFE, OTHERS), Ok(false), "it need not be waited for");
+            offers.begin(LIFE, &lineage, SNAPSHOT, Now::ZERO);
+            assert_eq!(says(&mut offers, 1, 31, Brings::Soon, at(0)), then);
+        }
+    }
+
+    #[test]
+    fn a_mount_that_goes_on_and_on_has_failed() {
+        let (mut offers, _) = begun();
+        says(&mut offers, 1, 31, Brings::Soon, at(0));
+        assert!(offers.choose(LIFE, OTHERS).unwrap().is_some());
+        offers.ask(LIFE, vec![7], OTHERS);
+        let mut now = OTHERS;
+        while offers.has_brought(LIFE, now).is_err() {
+            says(&mut offers, 1, 31, Brings::Soon, now);
+            now += SILENT / 2;
+        }
+        assert_eq!(now, OTHERS + LONGEST);
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::client::{Job, VersionView};
 use libmodelio::vocabulary::ids::{Generation, Version};
-use libmodelio::wire::{DataKind, Message, Moved, ShardRecord};
+use libmodelio::wire::{Brings, DataKind, Message, Moved, ShardRecord};
 use ps_backend::offers::KnownOf;
 
 use crate::error::{self, Error};
@@ -17,6 +17,8 @@ use crate::session::model::Model;
 const PROMPT: Duration = Duration::from_secs(10);
 /// The time to send a block. A link may be slow.
 const SENDING: Duration = Duration::from_secs(60);
+/// An offer ends after this time, whatever the shard says.
+const LONGEST: Duration = Duration::from_secs(600);
 /// The pause before the shard is told again that this mount lives.
 const AGAIN: Duration = Duration::from_millis(200);
 
@@ -73,21 +75,29 @@ impl WeightsOffer {
     fn offered(&self) -> Result<bool, Error> {
         let failed = |error: AdminError| Error::new("cannot offer them").caused_by(error);
         let mut peer = AdminPeer::connect(&self.by, Instant::now() + PROMPT).map_err(failed)?;
-        loop {
-            match self.says(&mut peer, false) {
-                Ok(Some(to)) => return self.bring(&mut peer, &to).map(|()| true),
+        let until = Instant::now() + LONGEST;
+        while Instant::now() < until {
+            match self.says(&mut peer, Brings::Soon) {
+                Ok(Some(to)) => {
+                    let outcome = self.bring(&mut peer, &to).map(|()| true);
+                    if outcome.is_err() {
+                        let _ = self.says(&mut peer, Brings::Failed);
+                    }
+                    return outcome;
+                }
                 Ok(None) => std::thread::sleep(AGAIN),
                 // Another mount has newer ones.
                 Err(AdminError::Refusal(_)) => return Ok(false),
                 Err(error) => return Err(failed(error)),
             }
         }
+        Err(Error::new(format!("the shard at {} does not say whether it wants them", self.by)))
     }
 
     /// Tells that this mount lives. Returns the shards that want the weights, once they do.
-    fn says(&self, peer: &mut AdminPeer, sent: bool) -> Result<Option<Moved>, AdminError> {
+    fn says(&self, peer: &mut AdminPeer, brings: Brings) -> Result<Option<Moved>, AdminError> {
         let (generation, client, version) = (self.generation, self.job.id(), self.version);
-        let offer = Message::Offer { generation, client, version, sent };
+        let offer = Message::Offer { generation, client, version, brings };
         match peer.request(&offer, &self.known, Instant::now() + PROMPT)? {
             (Message::Offered { wanted: true }, to) => Ok(Moved::decode(&to).ok()),
             _ => Ok(None),
@@ -108,7 +118,7 @@ impl WeightsOffer {
             let threads: Vec<_> = to.shards.iter().map(|shard| scope.spawn(move || bring(shard))).collect();
             while left.load(Ordering::Relaxed) > 0 {
                 std::thread::sleep(AGAIN);
-                if let Err(error) = self.says(peer, false) {
+                if let Err(error) = self.says(peer, Brings::Soon) {
                     over.store(true, Ordering::Relaxed);
                     return Err(failed(error));
                 }
@@ -117,7 +127,7 @@ impl WeightsOffer {
                 thread.join().unwrap_or_else(|_| Err(Error::new("a thread that sends them has panicked")))
             };
             threads.into_iter().try_for_each(joined)?;
-            self.says(peer, true).map(drop).map_err(failed)
+            self.says(peer, Brings::Sent).map(drop).map_err(failed)
         })
     }
 

@@ -219,7 +219,9 @@ impl Vocabulary {
         if let Some(state) = named(&layers, "state") {
             self.go_on_in(&state, &mut layers)?;
         }
-        if let Some(state) = named(&layers, "optimizer_state") {
+        // A configuration file is of all commands.
+        let takes_state = matches.try_contains_id("optimizer_state").is_ok();
+        if let Some(state) = named(&layers, "optimizer_state").filter(|_| takes_state) {
             self.go_on_with(&state, &mut layers)?;
         }
         if let Some(dir) = named(&layers, "from") {

@@ -24,6 +24,9 @@ pub(super) fn snapshot_of(
     reducer: Option<&str>,
 ) -> Result<TempDir, Error> {
     let failed = || Error::new(format!("cannot take the optimizer's state of {}", file.display()));
+    if model.is_dir() {
+        return Err(failed().caused_by(format!("{} is a directory", model.display())).hint(ELSEWHERE));
+    }
     let dir = tempfile::tempdir().map_err(|error| failed().caused_by(error))?;
     let mut convert = Command::new("python3");
     convert.args(["-m", "gradfs.convert"]).arg(model).arg(dir.path().join("snapshot"));
@@ -31,8 +34,9 @@ pub(super) fn snapshot_of(
     if let Some(names) = names {
         convert.arg("--names").arg(names);
     }
-    if let Some(which) = reducer.filter(|reducer| ["adam", "adamw"].contains(reducer)) {
-        convert.args(["--optimizer", which]);
+    let reducer = reducer.map(str::to_ascii_lowercase);
+    if let Some(which) = reducer.filter(|reducer| ["adam", "adamw"].contains(&reducer.as_str())) {
+        convert.args(["--optimizer", which.as_str()]);
     }
     let done = convert.output().map_err(|error| match error.kind() {
         ErrorKind::NotFound => failed().caused_by("there is no python3").hint(ELSEWHERE),
@@ -44,6 +48,7 @@ pub(super) fn snapshot_of(
     let said = String::from_utf8_lossy(&done.stderr);
     let last = said.lines().rfind(|line| !line.is_empty()).unwrap_or("the converter has failed");
     let why = last.trim_start_matches("gradfs.convert: error: ").replace("--names", "--optimizer-names");
+    let why = why.replace("give --optimizer", "give --reducer adam or adamw");
     let is_missing = why.contains("No module named");
     let error = failed().caused_by(why);
     Err(if is_missing { error.hint(ELSEWHERE) } else { error })

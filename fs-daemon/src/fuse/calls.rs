@@ -249,7 +249,7 @@ impl Calls {
         for what in [Announced::Versions, Announced::Readers, Announced::Durable] {
             index.iter().for_each(|index| self.wake(*index, what));
         }
-        tracing::warn!(model = name, "restored: shown from its newest snapshot on");
+        tracing::warn!(model = name, "restored: shown in its new life");
     }
 
     /// Ends the jobs of models that are gone, once nobody uses their files. Must not be called from within a request.

@@ -141,7 +141,8 @@ pub enum Event {
     Readers,
     /// There is a snapshot of a newer version in the job's store.
     Durable,
-    /// Blocks were lost, and the model goes on in another life: see [`ClientOptions::is_followed`]. It may be told again.
+    /// Blocks were lost, and the model goes on in another life: see [`ClientOptions::is_followed`]. It may be told again. It
+    /// is told before that life is there, too, where newer weights of clients count.
     Restored,
 }
 

@@ -998,14 +998,25 @@ pub enum Message {
         client: ClientId,
         /// The version.
         version: Version,
-        /// Whether all shards of the model have its weights now.
-        sent: bool,
+        /// How the client gets on.
+        brings: Brings,
     },
     /// What becomes of the offer.
     Offered {
         /// The client is to send the weights. Otherwise it may be told so later. The payload says to which shards.
         wanted: bool,
     },
+}
+
+/// How a client gets on with the weights that it offers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Brings {
+    /// It lives: it waits to be told, or sends them.
+    Soon,
+    /// All shards of the model have them now.
+    Sent,
+    /// It cannot send them.
+    Failed,
 }
 
 /// The most learners in a `Learners`.

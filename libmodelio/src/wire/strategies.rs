@@ -898,12 +898,12 @@ pub(super) fn each_message() -> Vec<BoxedStrategy<Message>> {
                 unlisted,
             })
             .boxed(),
-        (id64(Generation), id64(ClientId), id64(Version), any::<bool>())
-            .prop_map(|(generation, client, version, sent)| Message::Offer {
+        (id64(Generation), id64(ClientId), id64(Version), 0usize..3)
+            .prop_map(|(generation, client, version, at)| Message::Offer {
                 generation,
                 client,
                 version,
-                sent,
+                brings: [Brings::Soon, Brings::Sent, Brings::Failed][at],
             })
             .boxed(),
         any::<bool>().prop_map(|wanted| Message::Offered { wanted }).boxed(),

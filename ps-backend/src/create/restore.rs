@@ -71,6 +71,8 @@ pub fn restore(
             Err(CreateError::Source(error)) if error.is_damage() => {
                 damaged.push(format!("version {version}: {error}"));
                 passed_over.insert(name);
+                // How many steps newer weights are ahead of an older one may not be known.
+                lost.lineage.newest = false;
             }
             Err(error) => return Err(error),
         }

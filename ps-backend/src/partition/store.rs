@@ -220,12 +220,13 @@ impl PartitionStore {
             Work::Reduce { step, tensors, groups, factors, fresh_state } => {
                 let is_prepared = inner.state.is_prepared(groups.widest(step.reducer), *fresh_state);
                 let has_new_masters = inner.state.prepare(groups.widest(step.reducer), *fresh_state)?;
-                if !is_prepared {
-                    inner.state.memory().try_for_each(|memory| memory.prefault())?;
-                }
+                // First of all they get their values: another plan takes them as they are.
                 if has_new_masters {
                     let newest = inner.newest(layout).ok_or(PartitionError::Loading)?;
                     newest.make_masters()?;
+                }
+                if !is_prepared {
+                    inner.state.memory().try_for_each(|memory| memory.prefault())?;
                 }
                 let steps = ByteSteps::of_partition(partition, tensors, groups, factors);
                 let adds_up = !step.reducer.combine().replaces();

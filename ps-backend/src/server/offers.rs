@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{ClientId, Generation, Version};
-use libmodelio::wire::{Lineage, Message, Refusal};
+use libmodelio::wire::{Brings, Lineage, Message, Refusal};
 use parking_lot::{Condvar, Mutex};
 
 use crate::core::Now;
@@ -54,13 +54,13 @@ impl HeardOffers {
         &self,
         generation: Generation,
         (client, version): (ClientId, Version),
-        sent: bool,
+        brings: Brings,
         payload: &[u8],
     ) -> AdminAnswer {
         let known: KnownOf = serde_json::from_slice(payload)
             .map_err(|error| Refusal::other(format!("the record of the version cannot be read: {error}")))?;
         let now = self.began.elapsed();
-        let told = self.offers.lock().offered(generation, (client, version, known), sent, now);
+        let told = self.offers.lock().offered(generation, (client, version, known), brings, now);
         self.heard.notify_all();
         match told {
             Some(Told::Wait) => Ok((Message::Offered { wanted: false }, None)),

@@ -159,7 +159,7 @@ fn restore(shared: &Shared, lost: &LostModel, making: &Mutex<BTreeSet<Generation
                 "restored from version {snapshot} in {seconds:.1} s: it goes on as version {version}"
             );
             if let Some(weights) = weights {
-                let older = weights.0 - snapshot.0;
+                let older = version.0.saturating_sub(record.lineage.begins.0);
                 tracing::warn!(
                     model = %name,
                     "its weights are those of version {weights}, which a mount had: optimizer state is {older} versions older"

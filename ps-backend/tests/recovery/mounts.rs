@@ -1,6 +1,7 @@
 //! Mounts, which show a version of a life that they know, and offer it where a model is restored.
 
 use libmodelio::vocabulary::ids::{ClientId, Generation, Incarnation, Version};
+use libmodelio::wire::Brings;
 use ps_backend::offers::{KnownOf, Offers};
 
 use super::world::{Content, World};
@@ -23,7 +24,7 @@ impl World {
                 let contributions = self.mounts[at].1.len() as u64;
                 let known = KnownOf { contributions, learners, unlisted, meta };
                 let of = (ClientId(at as u64), Version(self.mounts[at].0), known);
-                let _ = offers.offered(generation, of, false, self.time());
+                let _ = offers.offered(generation, of, Brings::Soon, self.time());
             }
         }
     }

@@ -92,12 +92,17 @@ impl ClientCore {
     }
 
     pub(super) fn take_learners(&mut self, told: ToldLearners) {
-        /// The version that is shown is one of so many, unless pulling it takes long.
+        /// Of versions that are neither shown nor pulled, so many are kept.
         const KEPT: usize = 8;
+        let (shown, pulled) = (self.version(), self.pull.as_ref().map(|pull| pull.version));
         let all = &mut self.coordination.told;
         all.push_back(told);
-        if all.len() > KEPT {
-            all.pop_front();
+        all.retain(|told| told.version >= shown);
+        if all.len() > KEPT
+            && let Some(at) =
+                all.iter().position(|told| told.version != shown && Some(told.version) != pulled)
+        {
+            all.remove(at);
         }
     }
 

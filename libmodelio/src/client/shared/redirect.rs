@@ -21,6 +21,8 @@ use crate::wire::{ModelRecord, Moved, Refusal, ShardRecord};
 const GONE: Duration = Duration::from_secs(2);
 /// The longest pause between two questions.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
+/// The longest pause where newer weights of mounts count when the model is restored.
+const OFFERS_SOON: Duration = Duration::from_secs(1);
 /// The pause before the registry is asked again whether a model is restored.
 const RESTORING: Duration = Duration::from_millis(250);
 /// The longest wait for an answer of the registry's.
@@ -428,14 +430,20 @@ impl Shared {
     /// A question to the registry has ended. Sets the time of the next one, for the case that shards stay out of
     /// reach.
     fn asked(&self) {
-        let inquiry = &mut self.inner.lock().peers.inquiry;
+        let mut inner = self.inner.lock();
+        // Whoever restores it waits a short time for newer weights.
+        let most = match inner.controls().snapshots.restores_newest() {
+            true => OFFERS_SOON,
+            false => MAX_PAUSE,
+        };
+        let inquiry = &mut inner.peers.inquiry;
         inquiry.under_way = false;
         inquiry.report = None;
         inquiry.tries += 1;
         let pause = match inquiry.other_lives {
             // The next answer is worth having soon.
             1 => GONE,
-            _ => (GONE * 2u32.pow(inquiry.tries.min(5))).min(MAX_PAUSE),
+            _ => (GONE * 2u32.pow(inquiry.tries.min(5))).min(most),
         };
         inquiry.next = Some(Instant::now() + pause);
     }

@@ -4,6 +4,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
@@ -47,15 +48,20 @@ impl Mapping {
     }
 
     /// Takes every page, too, but bit by bit, with as long a pause after each: whoever maps memory meanwhile waits for one
-    /// bit at most.
+    /// bit at most. Ends when nobody needs the memory.
     ///
     /// # Errors
     /// Those of [`Self::prefault`].
-    pub fn prefault_beside(&self) -> io::Result<()> {
-        let has_huge = AtomicBool::new(self.fd.is_some());
-        for start in (0..self.len).step_by(BIT) {
+    pub fn prefault_beside(memory: &Weak<Mapping>) -> io::Result<()> {
+        let (mut start, has_huge) = (0, AtomicBool::new(true));
+        while let Some(memory) = memory.upgrade().filter(|memory| start < memory.len) {
             let began = Instant::now();
-            self.take(start..self.len.min(start + BIT), &has_huge)?;
+            if memory.fd.is_none() {
+                has_huge.store(false, Ordering::Relaxed);
+            }
+            memory.take(start..memory.len.min(start + BIT), &has_huge)?;
+            drop(memory);
+            start += BIT;
             std::thread::sleep(began.elapsed());
         }
         Ok(())

@@ -99,23 +99,25 @@ impl PartitionStore {
         }
         inner.loading = None;
         inner.versions.complete();
-        Ok(())
+        drop(inner);
+        Ok(self.take_later_pages()?)
     }
 
-    /// Takes the pages of optimizer state that were not loaded, and has another thread take those of later versions: what
-    /// waits for this version does not wait for them.
+    /// Takes the pages of optimizer state that were not loaded.
     fn take_pages(&self) -> io::Result<()> {
-        let (now, later): (Vec<_>, Vec<_>) = {
+        let memory: Vec<_> = {
             let inner = self.shared.inner.lock();
-            if inner.loading.is_none() {
-                return Ok(());
-            }
-            (inner.state.memory().cloned().collect(), inner.versions.memory_to_come().cloned().collect())
+            inner.loading.iter().flat_map(|_| inner.state.memory()).cloned().collect()
         };
-        now.iter().try_for_each(|memory| memory.prefault())?;
+        memory.iter().try_for_each(|memory| memory.prefault())
+    }
+
+    /// Has another thread take the pages of later versions: what waits for this one does not wait for them.
+    fn take_later_pages(&self) -> io::Result<()> {
+        let later: Vec<_> = self.shared.inner.lock().versions.memory_to_come().map(Arc::downgrade).collect();
         let take = move || {
             std::thread::sleep(SETTLES);
-            let taken = later.iter().try_for_each(|memory: &Arc<Mapping>| memory.prefault_beside());
+            let taken = later.iter().try_for_each(Mapping::prefault_beside);
             taken.inspect_err(|error| tracing::warn!("the memory of later versions: {error}")).ok()
         };
         std::thread::Builder::new().name("takes-pages".into()).spawn(take).map(drop)

@@ -115,8 +115,8 @@ impl State {
     }
 
     /// Makes sure that all copies of state have exactly what `reducer` needs. `fresh` starts its slots from zero. Their
-    /// pages are promised, for [`Self::memory`] to be pre-faulted. No version may be being built. Returns whether there are masters now which there were not: those of
-    /// the newest version have to be made of its weights.
+    /// pages are promised, for [`Self::memory`] to be pre-faulted. No version may be being built. Returns whether there are
+    /// masters now which there were not: those of the newest version have to be made of its weights.
     ///
     /// # Errors
     /// When there is no memory. Then there are no new masters.

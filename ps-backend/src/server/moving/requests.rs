@@ -90,8 +90,8 @@ pub(in crate::server) fn between_shards(
         Message::LoadCopy { generation, from, name } => {
             Ok((snapshots::load_copy(shared, generation, (from, name))?, None))
         }
-        Message::Offer { generation, client, version, sent } => {
-            shared.snapshots.offers.offered(generation, (client, version), sent, payload)
+        Message::Offer { generation, client, version, brings } => {
+            shared.snapshots.offers.offered(generation, (client, version), brings, payload)
         }
         other => capturing::of_snapshot(shared, other, payload, between_shards),
     }
