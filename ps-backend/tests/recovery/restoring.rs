@@ -122,10 +122,7 @@ impl Restoring {
                     Ok(Some(_)) if world.random.u8(0..8) == 0 => return Err(false),
                     Ok(Some(offer)) => {
                         let (version, content) = world.held_by(offer.client);
-                        assert!(
-                            content.is_superset(&snapshot.content),
-                            "{version} is older than the snapshot"
-                        );
+                        // The snapshot may be of a life before the last one, which wrote it late: it is not durable then.
                         world.brought += 1;
                         let of = Snapshot { claim: snapshot.claim, version, content };
                         Stage::Loads(record, owners, of, offer.number.0, 0)
