@@ -14,15 +14,24 @@ LIMIT = 2 * SOON
 
 
 def newest(one, store, **settings):
-    return Job(one, store, on_loss="restore-newest", **settings)
+    """Snapshots are taken when that is said, in each life."""
+    return Job(one, store, on_loss="restore-newest", snapshot_every=0, **settings)
+
+
+def saved(job):
+    done = job.one.run("snapshot", "m", "--wait")
+    assert done.returncode == 0, done.stderr
+    job.is_durable()
 
 
 def beyond(job, snapshot, steps, step=None):
     """So many steps that a snapshot has, and then steps that none has. Returns the version."""
-    job.steps(snapshot)
-    job.mount.control("snapshot_every", 0)
+    step = step or job.step
+    for _ in range(snapshot):
+        step()
+    saved(job)
     for _ in range(steps):
-        (step or job.step)()
+        step()
     return job.mount.version()
 
 
@@ -58,10 +67,7 @@ def test_a_job_goes_on_with_the_newest_weights_of_a_living_mount(apart, tmp_path
     comes_back(job, reader)
     eventually(lambda: job.shown(reader) == 6)
     # A snapshot of this life counts as any other.
-    job.mount.control("snapshot_every", 1)
-    job.steps(1)
-    job.mount.control("snapshot_every", 0)
-    job.step()
+    beyond(job, snapshot=1, steps=1)
     job.other().kill()
     comes_back(job, restored=2)
     assert job.shown() == step_of(job.mount) == 8 and sorted(older(job)) == [1, 3]
@@ -83,8 +89,7 @@ def test_a_mount_that_reads_has_the_weights_when_all_shards_and_the_learner_die(
             file.write(np.full(SIZE // 4, value, "<f4").tobytes())
 
     publish(1)
-    job.is_durable()
-    publisher.control("snapshot_every", 0)
+    saved(job)
     publish(2)
     eventually(lambda: job.shown(reader) == 2)
     publisher.kill()
@@ -136,7 +141,8 @@ def test_newer_weights_and_deterministic_exclude_each_other(apart, tmp_path):  #
 @pytest.mark.parametrize("why", ["only a part of the model is there", "it is not set any more"])
 def test_without_a_mount_that_has_newer_weights_the_snapshot_counts(apart, tmp_path, why):  # noqa: F811
     job = newest(apart(3), tmp_path / "store")
-    job.steps(1)
+    job.step()
+    saved(job)
     if "set" in why:
         job.mount.control("on_loss", "restore")
     beyond(job, snapshot=1, steps=3)
