@@ -9,8 +9,7 @@
   recovery  from `kill -9` of a process until the next step of a learner is acknowledged: one of three shards, their
             coordinator, and all shards with the registry, counted from the start of the last one
 
-Contenders take turns. Each snapshot goes into a store of its own, so that it writes everything. A virtual machine gives
-free memory back to its host, so each finds as much as it takes just taken and freed.
+Contenders take turns. Each snapshot goes into a store of its own, so that it writes everything.
 """
 
 import contextlib
@@ -32,12 +31,9 @@ DEADLINE = 300.0
 # Weights and both of Adam's moments.
 PARTS_OF_STATE = 3
 BLOCK = 4 * MIB
-# Memory that is taken, by the bytes of the state: copies of it, and versions.
-TAKEN = 3
 TENSORS = """
 import json, os, sys, time, torch
-path, size, does, taken = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-b"\\1" * taken
+path, size, does = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if does == "save":
     state = {name: torch.randn(size // 4) for name in ("weights", "exp_avg", "exp_avg_sq")}
     begin = time.monotonic()
@@ -66,11 +62,6 @@ def forget_files():
         file.write("3")
 
 
-def take_memory(size):
-    """Pages of the machine are there as they would be on one of its own."""
-    output_of(own_python(), "-c", "import sys; b'\\1' * int(sys.argv[1])", TAKEN * PARTS_OF_STATE * size)
-
-
 def seconds(value):
     return f"{value:.2f} s"
 
@@ -84,8 +75,7 @@ def sizes(bench):
 
 
 def torch_takes(path, size, does):
-    taken = TAKEN * PARTS_OF_STATE * size
-    return json.loads(output_of(own_python(), "-c", TENSORS, path, size, does, taken, timeout=DEADLINE))
+    return json.loads(output_of(own_python(), "-c", TENSORS, path, size, does, timeout=DEADLINE))
 
 
 def written(path, data):
@@ -134,7 +124,6 @@ def store(bench, gradfs):
             }
             for name in acts if turn % 2 else reversed(acts):
                 forget_files()
-                take_memory(size)
                 took = acts[name]()
                 # The first turn takes memory.
                 if turn:
@@ -230,7 +219,6 @@ def restore(bench, gradfs):
         for turn in range(turns + 1):
             for name in found if turn % 2 else reversed(found):
                 forget_files()
-                take_memory(size)
                 begin = time.monotonic()
                 match name:
                     case "ours":
