@@ -2,7 +2,6 @@
 //! else is counted.
 
 use std::fs;
-use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
@@ -15,8 +14,6 @@ use test_devices::one_by_one::OneByOne;
 
 const BLOCK: u32 = 256 << 10;
 const SIZE: u64 = 64 << 20;
-/// What takes longer hangs.
-const HANGS: Duration = Duration::from_secs(60);
 
 /// Resident bytes, of every kind.
 fn resident() -> u64 {
@@ -72,12 +69,6 @@ fn memory_does_not_depend_on_the_number_of_sources() {
         store.load(block, &vec![0; BLOCK as usize]).unwrap();
     }
     store.finish_loading().unwrap();
-    // Another thread takes the pages of the next version.
-    let deadline = Instant::now() + HANGS;
-    while store.buffers().iter().map(|memory| memory.taken()).sum::<u64>() < 2 * SIZE {
-        assert!(Instant::now() < deadline, "its pages are not taken");
-        std::thread::sleep(Duration::from_millis(1));
-    }
     let slack = SIZE / 8;
     let empty = resident();
     version(&store, 0, 1, 1);

@@ -137,8 +137,8 @@ struct Inner {
 
 impl PartitionStore {
     /// Memory for `partition`, to be trained by `reducer`: version 0, which must be loaded, the versions after it,
-    /// and optimizer state, which `home` has. All of it is promised by the system now. Its pages are taken as version 0 is
-    /// loaded, and those of later versions soon after that.
+    /// and optimizer state, which `home` has. All of it is promised by the system now. Its pages are taken by the time
+    /// that version 0 is complete.
     ///
     /// # Errors
     /// [`PartitionError::Memory`], [`PartitionError::Device`].

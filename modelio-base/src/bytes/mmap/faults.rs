@@ -4,16 +4,12 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Instant;
 
 use super::{HUGE, Mapping};
 
 /// The most bytes that are taken in one call.
 const CHUNK: usize = 64 << 20;
-/// The most bytes that are taken in one call where others are to be held up briefly.
-const BIT: usize = 8 << 20;
 /// The most threads that take pages of one mapping. With more, they wait for each other.
 const MAX_FAULTING: usize = 4;
 /// Bytes of a small page.
@@ -45,26 +41,6 @@ impl Mapping {
             let there = others.into_iter().map(|other| other.join().unwrap_or(Ok(())));
             there.fold(here, |before, outcome| before.and(outcome))
         })
-    }
-
-    /// Takes every page, too, but bit by bit, with as long a pause after each: whoever maps memory meanwhile waits for one
-    /// bit at most. Ends when nobody needs the memory.
-    ///
-    /// # Errors
-    /// Those of [`Self::prefault`].
-    pub fn prefault_beside(memory: &Weak<Mapping>) -> io::Result<()> {
-        let (mut start, has_huge) = (0, AtomicBool::new(true));
-        while let Some(memory) = memory.upgrade().filter(|memory| start < memory.len) {
-            let began = Instant::now();
-            if memory.fd.is_none() {
-                has_huge.store(false, Ordering::Relaxed);
-            }
-            memory.take(start..memory.len.min(start + BIT), &has_huge)?;
-            drop(memory);
-            start += BIT;
-            std::thread::sleep(began.elapsed());
-        }
-        Ok(())
     }
 
     fn take(&self, range: Range<usize>, has_huge: &AtomicBool) -> io::Result<()> {

@@ -5,7 +5,6 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::Duration;
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::{BlockId, Version};
@@ -16,8 +15,6 @@ use super::newest::Newest;
 use super::places::kept_range;
 use super::{PartitionError, PartitionStore, check_block};
 
-/// After so long the memory of later versions is taken. Whoever has waited for the first one connects before that.
-const SETTLES: Duration = Duration::from_secs(1);
 /// A thread is loading a part of the block.
 const COMING: u8 = 1;
 /// The block's weights are there.
@@ -99,28 +96,29 @@ impl PartitionStore {
         }
         inner.loading = None;
         inner.versions.complete();
-        drop(inner);
-        Ok(self.take_later_pages()?)
+        Ok(())
     }
 
-    /// Takes the pages of optimizer state that were not loaded.
+    /// Takes the pages of optimizer state that were not loaded, and those of later versions.
     fn take_pages(&self) -> io::Result<()> {
         let memory: Vec<_> = {
             let inner = self.shared.inner.lock();
             inner.loading.iter().flat_map(|_| inner.state.memory()).cloned().collect()
         };
-        memory.iter().try_for_each(|memory| memory.prefault())
+        memory.iter().try_for_each(|memory| memory.prefault())?;
+        self.take_later_pages()
     }
 
-    /// Has another thread take the pages of later versions: what waits for this one does not wait for them.
-    fn take_later_pages(&self) -> io::Result<()> {
-        let later: Vec<_> = self.shared.inner.lock().versions.memory_to_come().map(Arc::downgrade).collect();
-        let take = move || {
-            std::thread::sleep(SETTLES);
-            let taken = later.iter().try_for_each(Mapping::prefault_beside);
-            taken.inspect_err(|error| tracing::warn!("the memory of later versions: {error}")).ok()
+    /// Takes the pages of later versions, before version 0 is complete: whoever loads it waits for a disk meanwhile.
+    ///
+    /// # Errors
+    /// ENOMEM when the memory is not there.
+    pub fn take_later_pages(&self) -> io::Result<()> {
+        let later: Vec<_> = {
+            let inner = self.shared.inner.lock();
+            inner.loading.iter().flat_map(|_| inner.versions.memory_to_come()).cloned().collect()
         };
-        std::thread::Builder::new().name("takes-pages".into()).spawn(take).map(drop)
+        later.iter().try_for_each(|memory| memory.prefault())
     }
 
     /// The data to load is of this version instead of version 0, with the state of `reducer`. Data that was loaded

@@ -53,12 +53,17 @@ impl<'a> Filling<'a> {
         let room = |_| Pages::new(longest.max(READ_BYTES.min(all)) as usize);
         let threads = (all.div_ceil(READ_BYTES) as usize).clamp(1, THREADS);
         let mut rooms = (0..threads).map(room).collect::<Result<Vec<_>, _>>()?;
-        // The weights of a block come before its other data.
-        for what in all_kinds(optimizer) {
-            let wanted = self.wanted(what)?;
-            self.read_all(&runs(&wanted), &mut rooms)?;
-        }
-        Ok(())
+        std::thread::scope(|scope| {
+            // Without it, the pages are taken at the end.
+            let takes = || self.store.take_later_pages();
+            let _ = std::thread::Builder::new().name("takes-pages".into()).spawn_scoped(scope, takes);
+            // The weights of a block come before its other data.
+            for what in all_kinds(optimizer) {
+                let wanted = self.wanted(what)?;
+                self.read_all(&runs(&wanted), &mut rooms)?;
+            }
+            Ok(())
+        })
     }
 
     /// The places of the partition's data of a kind, in the order of the packs.
