@@ -1,7 +1,7 @@
 //! Weights of this mount, for a model that is restored and goes on with the newest ones there are (`on_loss`).
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
@@ -35,7 +35,7 @@ pub(super) struct WeightsOffer {
 }
 
 impl WeightsOffer {
-    /// For this life of the model. None if the mount has no whole version, or does not know what is part of it.
+    /// The offer to this life of the model. None if the mount has no whole version, or does not know what is part of it.
     pub(super) fn of(model: &Model, generation: Generation, by: &str) -> Option<WeightsOffer> {
         let job = &model.job;
         let version = job.version();
@@ -58,7 +58,7 @@ impl WeightsOffer {
         let make = move || match self.offered() {
             Ok(true) => tracing::warn!(
                 model = self.job.model(), version = %self.version,
-                "the model goes on with the weights that this mount had; its optimizer state is older"
+                "the restored model was brought the weights that this mount had; its optimizer state is older"
             ),
             Ok(false) => {}
             Err(error) => {
@@ -106,17 +106,16 @@ impl WeightsOffer {
 
     /// Brings each shard the weights of its blocks, all at once.
     fn bring(&self, peer: &mut AdminPeer, to: &Moved) -> Result<(), Error> {
-        let (over, left) = (AtomicBool::new(false), AtomicUsize::new(to.shards.len()));
+        let over = AtomicBool::new(false);
         let failed = |error: AdminError| Error::new("the shard that restores the model").caused_by(error);
         std::thread::scope(|scope| {
             let bring = |shard| {
                 let outcome = self.bring_to(shard, to, &over);
-                left.fetch_sub(1, Ordering::Relaxed);
                 over.fetch_or(outcome.is_err(), Ordering::Relaxed);
                 outcome
             };
             let threads: Vec<_> = to.shards.iter().map(|shard| scope.spawn(move || bring(shard))).collect();
-            while left.load(Ordering::Relaxed) > 0 {
+            while !threads.iter().all(|thread| thread.is_finished()) {
                 std::thread::sleep(AGAIN);
                 if let Err(error) = self.says(peer, Brings::Soon) {
                     over.store(true, Ordering::Relaxed);

@@ -2,7 +2,7 @@
 
 use super::Bench;
 use crate::client::core::Action;
-use crate::vocabulary::ids::{ReaderId, Version};
+use crate::vocabulary::ids::{Incarnation, ReaderId, Version};
 use crate::vocabulary::readers::{MAX_READER_ID, MAX_READERS, ReaderState};
 use crate::wire::{JobState, Message};
 
@@ -76,4 +76,17 @@ fn a_client_says_which_version_its_own_readers_have_staged() {
     // The coordinator has missed it.
     told(&mut bench, Some(2), 3, &[reader(1, true, 0)], &[]);
     assert!(bench.said.contains(&says));
+}
+
+#[test]
+fn a_client_knows_the_learners_of_the_version_that_it_shows_however_many_come_after() {
+    let mut bench = Bench::new();
+    let shown = bench.core.version().0;
+    for version in shown..shown + 40 {
+        let (version, learners, unlisted) = (Version(version), Vec::new(), Incarnation(0));
+        bench.coordinator(0, Message::Learners { version, contributions: version.0, learners, unlisted });
+    }
+    let knows = |version| bench.core.told_learners(Version(version)).map(|told| told.contributions);
+    assert_eq!((knows(shown), knows(shown + 39)), (Some(shown), Some(shown + 39)));
+    assert_eq!((knows(shown + 1), knows(shown + 40)), (None, None), "few others are kept");
 }

@@ -76,7 +76,7 @@ impl PartitionStore {
     ///
     /// # Errors
     /// [`PartitionError::NotLoaded`] names the first block that has not come. [`PartitionError::Busy`] while a block
-    /// that came twice is being handled.
+    /// that came twice is being handled. [`PartitionError::Memory`] if pages cannot be taken.
     pub fn finish_loading(&self) -> Result<(), PartitionError> {
         self.take_pages()?;
         let mut inner = self.shared.inner.lock();
