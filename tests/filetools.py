@@ -277,3 +277,10 @@ class Threads:
 
     def run(self, *functions, deadline=PROGRAM_DEADLINE):
         return [future.result(deadline) for future in [self.start(function) for function in functions]]
+
+
+def flip(place):
+    """One bit in the middle of a file is another one."""
+    data = bytearray(place.read_bytes())
+    data[len(data) // 2] ^= 1
+    place.write_bytes(bytes(data))

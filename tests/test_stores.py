@@ -12,7 +12,7 @@ import subprocess
 import numpy as np
 import pytest
 from conftest import gradfs_binary  # noqa: F401
-from filetools import BLOCK, eventually
+from filetools import BLOCK, eventually, flip
 from patience import HANGS
 from test_snapshots import (  # noqa: F401
     LEARNERS,
@@ -40,6 +40,12 @@ def snapshot(job, to, status=0):
     version, place, of, written = SAVED.fullmatch(done.stdout).groups()
     assert place == str(to)
     return int(version), int(of), int(written)
+
+
+def version_of_pack(store, pack):
+    """The version of the first snapshot that has data in a pack."""
+    snapshots = sorted((store / "snapshots").glob("*.json"))
+    return next(int(of.name.split("-v")[1].split("-")[0]) for of in snapshots if pack.name in of.read_text())
 
 
 def publish(mount, weights):
@@ -271,6 +277,25 @@ def test_older_snapshots_go_and_what_others_need_stays(cluster, gradfs, tmp_path
     assert gradfs("verify", f"{store}#4").returncode == 0
 
 
+def test_a_snapshot_that_writes_all_anew_does_not_need_those_before(cluster, gradfs, tmp_path):
+    size, store = 8 * BLOCK, tmp_path / "store"
+    options = {"dtype": "bf16", "block_size": BLOCK, "reducer": "assign", "snapshot_every": 0, "snapshot_keep": 9}
+    job = Job(cluster, 2, size=size, snapshot_full_every=2, **options)
+    weights, all_written = bytearray(size), []
+    for version in range(1, 5):
+        weights[version] = 0x40
+        publish(job.mount, bytes(weights))
+        said, of, written = snapshot(job, store)
+        assert said == version
+        all_written.append(of == written)
+    assert all_written == [True, False, True, False]
+    for pack in (store / "packs").iterdir():
+        if version_of_pack(store, pack) == 1:
+            flip(pack)
+    verified = [gradfs("verify", f"{store}#{version}").returncode == 0 for version in range(1, 5)]
+    assert verified == [False, False, True, True]
+
+
 def test_two_jobs_do_not_save_into_one_store(cluster, model, tmp_path):
     first, second = (Job(cluster, 1, model=model, **SETTINGS) for _ in range(2))
     snapshot(first, tmp_path / "store")
@@ -381,7 +406,7 @@ def test_shards_that_are_told_to_end_take_a_last_snapshot(cluster, gradfs, model
     train(job.mount, range(4))
     for shard in job.cluster.shards:
         shard.process.send_signal(signal.SIGTERM)
-    # Each tries to hand its blocks to the others, for a minute at most.
+    # Until all have been told, one may try to hand its blocks to the others.
     assert [shard.process.wait(90) for shard in job.cluster.shards] == [0, 0, 0]
     assert listed(gradfs, store)[-1] == 4
     job.kill()

@@ -70,6 +70,7 @@ fn every_option_reaches_the_configuration() {
         ("snapshot_every", "100"),
         ("snapshot_keep", "5"),
         ("snapshot_keep_every", "1h"),
+        ("snapshot_full_every", "24"),
         ("on_loss", "fail"),
         ("pull", "on-demand"),
         ("read_own_step", "false"),

@@ -24,6 +24,7 @@ use coordinators::{Unmoved, stop_move};
 const RETRY_PAUSE: Duration = Duration::from_millis(300);
 /// A shard that a model has left may learn of that a moment later.
 const SETTLES: Duration = Duration::from_secs(5);
+const NOBODY: &str = "no other shard takes models";
 
 /// Moves all models off a shard, or takes that back.
 ///
@@ -50,6 +51,7 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
         table,
         shard,
         interrupt: Some(interrupt),
+        ends: false,
     };
     loop {
         if let Err(Failure { error, undo }) = drain.all(&mut moved) {
@@ -123,6 +125,8 @@ struct Drain<'a> {
     shard: &'a ShardRecord,
     /// What stops it, if something may.
     interrupt: Option<Interrupt>,
+    /// The shard is about to end, as others may be, and moves nothing once none of them stays.
+    ends: bool,
 }
 
 /// A shard that is about to end, and hands over what it has.
@@ -146,15 +150,11 @@ impl<'a> HandOver<'a> {
     /// Moves all models to shards that stay, if there are any. Returns which have moved, and why others have not.
     pub(super) fn run(&self, timeout: Duration) -> (Vec<String>, Result<(), Error>) {
         let (mut moved, table) = (Vec::new(), &*self.table);
-        let shards = match table.shards(deadline()) {
-            Ok(shards) => shards,
-            Err(error) => return (moved, Err(registry_error(self.registry, error))),
-        };
-        if shards.iter().all(|of| of.draining || of.shard == self.shard.shard) {
-            return (moved, Err(Error::new("no other shard takes models")));
-        }
         let HandOver { registry, shard, .. } = self;
-        let drain = Drain { registry, timeout, hold: None, table, shard, interrupt: None };
+        let drain = Drain { registry, timeout, hold: None, table, shard, interrupt: None, ends: true };
+        if drain.is_alone() {
+            return (moved, Err(Error::new(NOBODY)));
+        }
         let outcome = drain.all(&mut moved).map_err(|Failure { error, .. }| error);
         (moved, outcome)
     }
@@ -171,6 +171,12 @@ impl Drain<'_> {
     /// What has stopped it.
     fn interrupt(&self) -> Option<&str> {
         self.interrupt.as_ref()?.why()
+    }
+
+    /// Whether no other shard takes models, as far as is known.
+    fn is_alone(&self) -> bool {
+        let takes = |of: &ShardRecord| !of.draining && of.shard != self.shard.shard;
+        self.table.shards(deadline()).is_ok_and(|shards| !shards.iter().any(takes))
     }
 
     fn all(&self, moved: &mut Vec<String>) -> Result<(), Failure> {
@@ -229,6 +235,10 @@ impl Drain<'_> {
                 let why =
                     format!("{name} cannot be moved off shard {} at {}: {why}", shard.shard, shard.address);
                 return Err(Error::new(why).into());
+            }
+            // What was to take it ends as well.
+            if self.ends && self.is_alone() {
+                return Err(Error::new(format!("{name} does not move: {NOBODY}")).into());
             }
             record = now;
             std::thread::sleep(RETRY_PAUSE);

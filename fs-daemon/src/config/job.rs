@@ -86,6 +86,9 @@ struct JobArgs {
     /// Of each such time, the first snapshot stays besides, as 1h; 0 is none [default: 0]
     #[arg(long, value_name = "TIME")]
     snapshot_keep_every: Option<String>,
+    /// Of so many snapshots, one writes all data anew; 0 is none after the first [default: 0]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    snapshot_full_every: Option<String>,
     /// What becomes of the job when blocks are lost: it goes on from its newest snapshot, also with newer weights that a
     /// mount has, or fails [default: restore]
     #[arg(long, value_parser = ["restore", "restore-newest", "fail"], ignore_case = true)]

@@ -413,6 +413,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("snapshot_every", "how often they do: after so many versions, or a time as 30s, 10m or 2h; 0 is never"),
     ("snapshot_keep", "how many of the newest snapshots stay in their store"),
     ("snapshot_keep_every", "of each such time, the first snapshot stays besides, as 1h; 0 is none"),
+    ("snapshot_full_every", "of so many snapshots, one writes all data anew; 0 is none after the first"),
     (
         "on_loss",
         "when blocks are lost: restore (from the newest snapshot), restore-newest (with newer weights of a mount) or fail",
@@ -488,6 +489,7 @@ impl Controls {
             "snapshot_every" => self.snapshots.every.to_string(),
             "snapshot_keep" => self.snapshots.keep.to_string(),
             "snapshot_keep_every" => self.snapshots.keep_every.to_string(),
+            "snapshot_full_every" => self.snapshots.full_every.to_string(),
             "on_loss" => self.snapshots.on_loss.to_string(),
             "pull" => self.pull.map_or_else(|| AUTO.to_owned(), |policy| policy.to_string()),
             "read_own_step" => self.read_own_step.map_or_else(|| AUTO.to_owned(), |reads| reads.to_string()),
@@ -565,6 +567,7 @@ impl Controls {
                 Every::Versions(_) => return Err(field.invalid("a time as 30s, 10m or 2h; 0 is none")),
                 every => new.snapshots.keep_every = every,
             },
+            "snapshot_full_every" => new.snapshots.full_every = field.count(0, MAX_COUNT)?,
             "on_loss" => new.snapshots.on_loss = field.parse("restore, restore-newest or fail")?,
             "delta" => {
                 new.delta = match field.value.to_ascii_lowercase().as_str() {
@@ -995,6 +998,7 @@ mod tests {
             ("snapshot_every", "0"),
             ("snapshot_keep", "5"),
             ("snapshot_keep_every", "1h"),
+            ("snapshot_full_every", "24"),
             ("on_loss", "fail"),
             ("nonfinite", "accept"),
             ("frozen", "*.running_*\nhead"),
@@ -1066,6 +1070,7 @@ mod tests {
             ("snapshot_every", "often"),
             ("snapshot_keep", "0"),
             ("snapshot_keep_every", "5"),
+            ("snapshot_full_every", "1h"),
             ("on_loss", "retry"),
             ("hold_for_readers", "1.5"),
             ("delta", "on"),

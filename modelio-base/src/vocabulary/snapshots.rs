@@ -88,6 +88,9 @@ pub struct SnapshotSettings {
     pub keep: u32,
     /// Of each such time, one is kept besides. [`Every::Versions`] is not meant here.
     pub keep_every: Every,
+    /// So many snapshots have data in common at most. 0 if any number may.
+    #[serde(default)]
+    pub full_every: u32,
     /// What becomes of the job when blocks are lost.
     #[serde(default)]
     pub on_loss: OnLoss,
@@ -109,7 +112,14 @@ impl Default for SnapshotSettings {
     fn default() -> SnapshotSettings {
         let every = Every::Time(Duration::from_secs(600));
         let on_loss = OnLoss::default();
-        SnapshotSettings { to: String::new(), every, keep: 3, keep_every: Every::Never, on_loss }
+        SnapshotSettings {
+            to: String::new(),
+            every,
+            keep: 3,
+            keep_every: Every::Never,
+            full_every: 0,
+            on_loss,
+        }
     }
 }
 

@@ -8,6 +8,9 @@ use super::shape::Shape;
 use super::{Action, CoordinatorCore, Now};
 use crate::core::JobRecord;
 
+/// Mounts that live bring their learners back within this, however long their steps take.
+const COME_BACK: Now = Now::from_secs(5);
+
 /// The received state does not fit this model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the state of the model's coordinator cannot be used: {0}")]
@@ -100,10 +103,11 @@ impl CoordinatorCore {
         Ok(self)
     }
 
-    /// The job was restored after blocks were lost: after this time it goes on without learners that do not come back.
+    /// The job was restored after blocks were lost: after a time, and after `lease` at the latest, it goes on without
+    /// learners that do not come back.
     #[must_use]
-    pub fn after_loss(mut self, patience: Now) -> CoordinatorCore {
-        self.core.goes_on_at(patience);
+    pub fn after_loss(mut self, lease: Now) -> CoordinatorCore {
+        self.core.goes_on_at(COME_BACK, lease);
         self.core.set_durable(self.core.version());
         self
     }

@@ -10,7 +10,9 @@ pub(super) struct Formation {
     is_formed: bool,
     /// All learners have left in the middle of a step. Learners are counted again after it.
     counts_anew: bool,
-    /// The job was restored: from then on, those that have come back are enough.
+    /// The job was restored: those that have come back until then are enough.
+    comes_back_by: Option<Now>,
+    /// If none had come back, those that have come back later are enough from then on.
     goes_on_at: Option<Now>,
 }
 
@@ -19,14 +21,19 @@ impl Formation {
         self.is_formed
     }
 
-    /// The job was restored. Learners that are lost are waited for until then.
-    pub(super) fn goes_on_at(&mut self, at: Now) {
-        self.goes_on_at = Some(at);
+    /// The job was restored. Learners that are lost are waited for until `soon` if others have come back, else until `at`.
+    pub(super) fn goes_on_at(&mut self, soon: Now, at: Now) {
+        (self.comes_back_by, self.goes_on_at) = (Some(soon), Some(at));
     }
 
     /// Whether those that have come back since the job was restored are enough. Only true once.
-    pub(super) fn goes_on(&mut self, now: Now) -> bool {
-        self.goes_on_at.take_if(|at| *at <= now).is_some() && !self.is_formed
+    pub(super) fn goes_on(&mut self, now: Now, has_some: bool) -> bool {
+        let is_soon = self.comes_back_by.take_if(|at| *at <= now).is_some();
+        let goes_on = has_some && (is_soon || self.goes_on_at.is_some_and(|at| at <= now));
+        if goes_on {
+            (self.comes_back_by, self.goes_on_at) = (None, None);
+        }
+        goes_on && !self.is_formed
     }
 
     /// The learners are there, if `has_enough`. Returns whether the job has just been formed.

@@ -63,15 +63,18 @@ impl JobCore {
         }
     }
 
-    /// The job was restored after blocks were lost: it waits for its learners no longer than until `at`.
-    pub fn goes_on_at(&mut self, at: Now) {
-        self.formation.goes_on_at(at);
+    /// The job was restored after blocks were lost. It waits for its learners until `soon`, if some have come back by then.
+    /// If none has, or if the job is deterministic, it waits until `at`.
+    pub fn goes_on_at(&mut self, soon: Now, at: Now) {
+        let soon = if self.controls.deterministic { at } else { soon.min(at) };
+        self.formation.goes_on_at(soon, at);
     }
 
     /// Those learners that have come back go on.
     pub(super) fn form_without_lost(&mut self, now: Now, actions: &mut Vec<Action>) {
         let least = self.controls.min_learners.max(1) as usize;
-        if self.members.len() >= least && self.formation.goes_on(now) && self.formation.form(true) {
+        let has_enough = self.members.len() >= least;
+        if self.formation.goes_on(now, has_enough) && self.formation.form(true) {
             self.grace.begins(now);
             self.advance(now, actions);
         }

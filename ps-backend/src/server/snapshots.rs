@@ -106,12 +106,13 @@ fn write_all(
     (snapshot, shelf): (u64, &Shelf),
     here: AnswersHere,
 ) -> Result<Version, Refusal> {
-    let before = shelf.newest().map_err(Refusal::other)?.map(|(name, _)| name).unwrap_or_default();
     let record = shared.models.lock().get(model).map(|found| found.record.clone());
     let record = record.ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
+    let full_every = models::coordinator_of(shared, model, generation)?.snapshots().1.full_every;
+    let base = shelf.base(full_every).map_err(Refusal::other)?;
     let taken = capturing::take(shared, (model, generation), epoch, (snapshot, here))?;
     let message = |hurries| {
-        let (to, before) = (shelf.url().to_owned(), before.clone());
+        let (to, before) = (shelf.url().to_owned(), base.name.clone());
         Message::SaveCopy { generation, snapshot, to, before, hurries }
     };
     let version = taken.record.version;
@@ -126,7 +127,9 @@ fn write_all(
         let claim = shelf.check_claim(generation).map_err(Refusal::other)?;
         let (of, settings) = (taken.record.clone(), taken.settings.clone());
         let head = Head::of(&record, of, settings).map_err(Refusal::other)?;
-        shelf.add((snapshot, claim), head, now_in_seconds(), places).map_err(Refusal::other)
+        shelf
+            .add((snapshot, claim), head, now_in_seconds(), (places, base.after_full))
+            .map_err(Refusal::other)
     });
     // A shard that misses this gives its copy up by itself.
     let release = Message::Release { generation, snapshot };

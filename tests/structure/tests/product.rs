@@ -21,7 +21,7 @@ const MOST_FIELDS: usize = 15;
 const OF_MANY_FIELDS: [(&str, &str, usize, Why); 6] = [
     ("Controls", "modelio-base/src/vocabulary/controls.rs", 28, Why::Settings),
     ("RdmaOptions", "gradfs-rdma/src/options.rs", 18, Why::Settings),
-    ("JobArgs", "fs-daemon/src/config/job.rs", 32, Why::Settings),
+    ("JobArgs", "fs-daemon/src/config/job.rs", 33, Why::Settings),
     ("RdmaArgs", "fs-daemon/src/config/rdma.rs", 17, Why::Settings),
     ("ShardConfig", "fs-daemon/src/config/cluster.rs", 16, Why::Settings),
     ("JobState", "libmodelio/src/wire/message.rs", 24, Why::Message),

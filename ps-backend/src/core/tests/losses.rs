@@ -208,9 +208,9 @@ fn no_version_is_made_without_a_number_for_it() {
 #[test]
 fn a_restored_job_goes_on_without_learners_that_do_not_come_back() {
     let mut bench = Bench::new(&[("learners", "3"), ("min_learners", "2")]);
-    bench.core.goes_on_at(bench.now + Now::from_secs(5));
+    bench.core.goes_on_at(bench.now + Now::from_secs(5), bench.now + Now::from_secs(9));
     let a = bench.join("a").unwrap();
-    bench.tick(6_000);
+    bench.tick(9_000);
     assert_eq!(bench.core.state(), JobPhase::Forming, "there are too few learners");
     let b = bench.join("b").unwrap();
     bench.tick(1);
@@ -220,4 +220,24 @@ fn a_restored_job_goes_on_without_learners_that_do_not_come_back() {
     bench.leave(a.0);
     bench.leave(b.0);
     assert_eq!(bench.core.state(), JobPhase::Forming, "once");
+}
+
+#[test]
+fn learners_that_are_lost_are_waited_for_longer_only_if_none_comes_back_soon() {
+    let restored = |more: &[(&str, &str)], joins_after| {
+        let mut bench = Bench::new(&[&[("learners", "2")], more].concat());
+        bench.core.goes_on_at(bench.now + Now::from_secs(5), bench.now + Now::from_secs(60));
+        bench.tick(joins_after);
+        bench.join("a").unwrap();
+        let is_running = |bench: &Bench| bench.core.state() == JobPhase::Running;
+        assert!(!is_running(&bench));
+        bench.tick(5_000 - joins_after.min(5_000));
+        let soon = is_running(&bench);
+        bench.tick(55_000);
+        assert!(is_running(&bench) || joins_after > 5_000);
+        soon
+    };
+    assert!(restored(&[], 4_000));
+    assert!(!restored(&[], 6_000), "programs are started one after the other");
+    assert!(!restored(&[("deterministic", "true")], 4_000), "sums would differ");
 }

@@ -19,6 +19,9 @@ pub struct Description {
     pub head: Head,
     /// When it was taken, in seconds since 1970.
     pub taken: u64,
+    /// So many snapshots before it have, one after the other, data that it may have in common with them.
+    #[serde(default)]
+    pub after_full: u32,
     /// Where its pieces lie.
     pub places: Places,
 }
@@ -28,8 +31,12 @@ impl Description {
     ///
     /// # Errors
     /// [`SnapshotError::Invalid`] names what is missing.
-    pub fn new(head: Head, taken: u64, places: Places) -> Result<Description, SnapshotError> {
-        let description = Description { format: FORMAT, head, taken, places };
+    pub fn new(
+        head: Head,
+        taken: u64,
+        (places, after_full): (Places, u32),
+    ) -> Result<Description, SnapshotError> {
+        let description = Description { format: FORMAT, head, taken, after_full, places };
         description.check()?;
         Ok(description)
     }

@@ -53,6 +53,17 @@ struct PartFile {
     places: Places,
 }
 
+/// The snapshot that the next one may have data in common with. Without a name it has none.
+#[derive(Clone, Debug, Default)]
+pub struct Base {
+    /// Its name.
+    pub name: String,
+    /// Where its pieces lie.
+    pub places: Places,
+    /// The [`Description::after_full`] of the next one.
+    pub after_full: u32,
+}
+
 /// The snapshots of a store.
 #[derive(Clone, Debug)]
 pub struct Shelf {
@@ -103,15 +114,21 @@ impl Shelf {
         Ok(listed.filter_map(|object| name(&object.name)).filter(|name| is_name(name)).collect())
     }
 
-    /// The newest snapshot that can be read, and whose packs are there: its name, and where its pieces lie.
+    /// The newest snapshot that can be read, and whose packs are there. Of each `full_every` snapshots, one has no base, if
+    /// that is not 0.
     ///
     /// # Errors
     /// [`StoreError`].
-    pub fn newest(&self) -> Result<Option<(String, Places)>, StoreError> {
+    pub fn base(&self, full_every: u32) -> Result<Base, StoreError> {
         let (names, there) = (self.names()?, self.packs()?);
-        let read = |name: &String| Some((name.clone(), self.description(name).ok()?.places));
-        let is_whole = |(_, places): &(String, Places)| lost(places, &there).is_none();
-        Ok(names.iter().rev().filter_map(read).find(is_whole))
+        let read = |name: &String| {
+            let Description { places, after_full, .. } = self.description(name).ok()?;
+            Some(Base { name: name.clone(), places, after_full: after_full.saturating_add(1) })
+        };
+        let is_whole = |base: &Base| lost(&base.places, &there).is_none();
+        let newest = names.iter().rev().filter_map(read).find(is_whole);
+        let is_due = |base: &Base| full_every > 0 && base.after_full >= full_every;
+        Ok(newest.filter(|base| !is_due(base)).unwrap_or_default())
     }
 
     /// The objects in the folder of packs, with their lengths.
@@ -213,7 +230,7 @@ impl Shelf {
         (snapshot, claim): (u64, u64),
         head: Head,
         taken: u64,
-        places: Places,
+        (places, after_full): (Places, u32),
     ) -> Result<String, SnapshotError> {
         // A job that goes on from an older version takes snapshots of lower ones again: the last one is the newest.
         let number = |name: &String| name.split('-').next()?.parse::<u64>().ok();
@@ -221,7 +238,7 @@ impl Shelf {
         let of_claim = names.iter().filter_map(number).filter(|number| number / EACH_CLAIM == claim);
         let last = of_claim.max().unwrap_or(claim.saturating_mul(EACH_CLAIM));
         let name = format!("{:0DIGITS$}-v{}-{snapshot:016x}", last + 1, head.record.version);
-        let text = Description::new(head, taken, places)?.encode()?;
+        let text = Description::new(head, taken, (places, after_full))?.encode()?;
         let object = format!("{DESCRIPTIONS}/{name}.json");
         match self.store.put(&object, &[text.as_bytes()], Existing::Kept) {
             // The answer to the first of two requests was lost: nobody else has this number.

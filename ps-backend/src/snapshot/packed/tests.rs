@@ -56,7 +56,7 @@ fn write(
         assert!(read == part.places && places.add_all(&read));
         written += part.written;
     }
-    (shelf.add((id, 0), head.clone(), id, places).unwrap(), written)
+    (shelf.add((id, 0), head.clone(), id, (places, 0)).unwrap(), written)
 }
 
 fn check(shelf: &Shelf, name: &str, contents: &Contents, head: &Head) {
@@ -253,7 +253,7 @@ fn a_snapshot_with_a_part_missing_is_none() {
     let some = some.map(|(piece, bytes)| (*piece, &bytes[..]));
     let part =
         write_part(&**shelf.store(), "packs/x", &Places::default(), fast(), some, &|_| Ok(())).unwrap();
-    let why = shelf.add((1, 0), head, 0, part.places).unwrap_err().to_string();
+    let why = shelf.add((1, 0), head, 0, (part.places, 0)).unwrap_err().to_string();
     assert!(why.contains("of block 1"), "{why}");
     assert_eq!(shelf.names().unwrap(), [""; 0]);
 }

@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use libmodelio::vocabulary::ids::Generation;
 
-use super::{Places, Shelf};
+use super::Shelf;
 use crate::snapshot::packed::part::{Pace, Stepping, write_part};
 use crate::snapshot::{Copied, Head, SnapshotError};
 
@@ -37,13 +37,13 @@ impl Shelf {
         is_stepping: Stepping<'_>,
     ) -> Result<u64, SnapshotError> {
         self.begin(snapshot, generation)?;
-        let before = self.newest()?.map_or_else(Places::default, |(_, places)| places);
+        let base = self.base(head.controls()?.snapshots.full_every)?;
         let name = Shelf::pack_name(snapshot, WRITER);
         let pace = (&Pace::default(), is_stepping);
-        let part = write_part(&**self.store(), &name, &before, pace, copied.pieces(), &|_| Ok(()))?;
+        let part = write_part(&**self.store(), &name, &base.places, pace, copied.pieces(), &|_| Ok(()))?;
         self.check_packs(&part.places)?;
         let claim = self.check_claim(generation)?;
-        self.add((snapshot, claim), head, now(), part.places)?;
+        self.add((snapshot, claim), head, now(), (part.places, base.after_full))?;
         Ok(part.written)
     }
 }
