@@ -296,6 +296,27 @@ def test_a_snapshot_that_writes_all_anew_does_not_need_those_before(cluster, gra
     assert verified == [False, False, True, True]
 
 
+def test_a_model_is_deleted_with_its_snapshots_if_they_are_its_own(cluster, gradfs, model, tmp_path):
+    store = tmp_path / "store"
+    first = Job(cluster, 2, model=model, snapshot_to=store, snapshot_every=0, **SETTINGS)
+    snapshot(first, store)
+    (store / "packs" / "notes").write_text("of somebody else")
+    second = Job(cluster, 1, "--from", store)
+    done = first.cluster.run("delete", "m", "--snapshots")
+    assert done.returncode == 1 and "has gone on from there" in done.stderr, done.stderr
+    train(first.mount, range(1))
+    snapshot(second, store)
+    done = second.cluster.run("delete", "m", "--snapshots")
+    assert done.returncode == 0 and f"removed 2 snapshot(s) from file://{store}" in done.stdout, done
+    assert [str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()] == ["packs/notes"]
+    first.mount.control("snapshot_to", tmp_path / "other")
+    assert snapshot(first, store)[0] == 1
+    without = Job(cluster, 1, model=model, **SETTINGS)
+    done = without.cluster.run("delete", "m", "--snapshots")
+    assert done.returncode == 1 and "snapshot_to" in done.stderr, done.stderr
+    train(without.mount, range(1))
+
+
 def test_two_jobs_do_not_save_into_one_store(cluster, model, tmp_path):
     first, second = (Job(cluster, 1, model=model, **SETTINGS) for _ in range(2))
     snapshot(first, tmp_path / "store")

@@ -144,7 +144,9 @@ fn run_cluster(
             cluster::snapshots::list(&url.unwrap_or_default(), json)
         }
         ClusterCommand::Verify(args) => cluster::snapshots::verify(&args.place),
-        ClusterCommand::Delete(args) => cluster::upload::delete(&DeleteConfig::merge(&args.name, layers)?),
+        ClusterCommand::Delete(args) => {
+            cluster::upload::delete(&DeleteConfig::merge(&args.name, args.snapshots, layers)?)
+        }
         ClusterCommand::Drain(DrainArgs { shard, timeout, hold, cancel, .. }) => {
             cluster::drain::run(&DrainConfig::merge(&shard, &timeout, hold.as_deref(), cancel, layers)?)
         }

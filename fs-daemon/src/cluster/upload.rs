@@ -1,8 +1,10 @@
 //! `gradfs create` and `gradfs delete`.
 
 use libmodelio::registry::RegistryError;
+use libmodelio::vocabulary::ids::Generation;
+use libmodelio::wire::ModelRecord;
 use ps_backend::create::{self, CreateError, NewModel};
-use ps_backend::snapshot::{SnapshotError, Stored};
+use ps_backend::snapshot::{Shelf, SnapshotError, Stored};
 
 use crate::config::cluster::{CreateConfig, DeleteConfig};
 use crate::error::Error;
@@ -11,7 +13,7 @@ use crate::source::Source;
 
 use crate::signals::Interrupt;
 
-use super::{explain_new_registry, registry, registry_error};
+use super::{deadline, explain_new_registry, registry, registry_error};
 
 /// Makes a model on the shards of a registry.
 ///
@@ -82,18 +84,47 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     Ok(())
 }
 
+/// The store of a model, and the life whose snapshots are in it.
+fn store_of(record: &ModelRecord) -> Result<(Shelf, Generation), Error> {
+    let (lineage, settings) = (&record.lineage, &record.controls.snapshots);
+    let url = if lineage.store.is_empty() { &settings.to } else { &lineage.store };
+    let what = format!("cannot remove the snapshots of {}", record.name);
+    let refused = |why: SnapshotError| {
+        Error::new(&what).caused_by(why).hint("without --snapshots the model alone is deleted")
+    };
+    if url.is_empty() {
+        return Err(refused(SnapshotError::Nothing("it has no place for snapshots (snapshot_to)".into())));
+    }
+    let shelf = Shelf::open(url).map_err(|error| refused(error.into()))?;
+    shelf.check_claim(record.generation).map_err(refused)?;
+    Ok((shelf, record.generation))
+}
+
 /// Deletes a model.
 ///
 /// # Errors
-/// When there is none, or the registry does not answer. Shards that do not are named, and hear of it later.
+/// When there is none, or the registry does not answer. Shards that do not are named, and hear of it later. If its snapshots
+/// are to be removed, and another job has their store, nothing is deleted.
 pub fn delete(config: &DeleteConfig) -> Result<(), Error> {
-    let name = &config.name;
-    let unconfirmed = create::delete(&*registry(&config.registry)?, name).map_err(|error| {
+    let (name, table) = (&config.name, registry(&config.registry)?);
+    let failed = |error: CreateError| {
         let is_unknown = matches!(error, CreateError::Registry(RegistryError::NoModel(_)));
         let error = Error::new(format!("cannot delete {name}")).caused_by(error);
         if is_unknown { explain_new_registry(&config.registry, error) } else { error }
-    })?;
+    };
+    let store = match config.snapshots {
+        true => Some(store_of(&table.model(name, deadline()).map_err(|error| failed(error.into()))?)?),
+        false => None,
+    };
+    let unconfirmed = create::delete(&*table, name).map_err(failed)?;
     println!("gradfs: deleted {name}");
+    if let Some((shelf, generation)) = store {
+        let removed = shelf.clear(generation).map_err(|error| {
+            let left = format!("{name} is deleted, but some of its snapshots are left");
+            Error::new(left).caused_by(error).hint(format!("remove {} by hand", shelf.url()))
+        })?;
+        println!("gradfs: removed {removed} snapshot(s) from {}", shelf.url());
+    }
     for why in unconfirmed {
         eprintln!("gradfs: not confirmed by a shard, which drops its blocks when it hears of this: {why}");
     }

@@ -294,6 +294,9 @@ pub struct SaveArgs {
 pub struct DeleteArgs {
     /// The model
     pub name: String,
+    /// Remove its snapshots as well
+    #[arg(long)]
+    pub snapshots: bool,
     #[command(flatten)]
     common: CommonArgs,
 }
@@ -461,6 +464,8 @@ pub enum StatusOf {
 pub struct DeleteConfig {
     /// The model.
     pub name: String,
+    /// Whether its snapshots are removed as well.
+    pub snapshots: bool,
     /// The registry.
     pub registry: RegistryAt,
 }
@@ -721,9 +726,10 @@ impl StatusConfig {
 
 impl DeleteConfig {
     /// Merges `layers`, the strongest first. Only the command line names the model to delete.
-    pub fn merge(name: &str, layers: &[Layer]) -> Result<DeleteConfig, Error> {
+    pub fn merge(name: &str, snapshots: bool, layers: &[Layer]) -> Result<DeleteConfig, Error> {
         let name = model_name("NAME", name)?;
-        Ok(DeleteConfig { name, registry: needed(registry(layers)?, "registry", REGISTRY_USAGE)? })
+        let registry = needed(registry(layers)?, "registry", REGISTRY_USAGE)?;
+        Ok(DeleteConfig { name, snapshots, registry })
     }
 }
 

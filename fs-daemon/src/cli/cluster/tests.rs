@@ -58,7 +58,7 @@ macro_rules! merge {
         SaveConfig::merge(&$args, $layers)
     };
     (Delete, $args:ident, $layers:expr) => {
-        DeleteConfig::merge(&$args.name, $layers)
+        DeleteConfig::merge(&$args.name, $args.snapshots, $layers)
     };
     (Drain, $args:ident, $layers:expr) => {
         DrainConfig::merge(&$args.shard, &$args.timeout, $args.hold.as_deref(), $args.cancel, $layers)

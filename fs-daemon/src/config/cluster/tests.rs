@@ -154,7 +154,7 @@ fn one_file_serves_all_commands() {
     let mount = MountConfig::merge(&layers).unwrap();
     assert_eq!((mount.models, mount.transport), (vec!["llama".into(), "value".into()], TransportChoice::Tcp));
     assert_eq!(StatusConfig::merge(None, &layers, false).unwrap().registry, registry_at("node1", 7070));
-    assert_eq!(DeleteConfig::merge("x", &layers).unwrap().registry, registry_at("node1", 7070));
+    assert_eq!(DeleteConfig::merge("x", false, &layers).unwrap().registry, registry_at("node1", 7070));
     assert_eq!(
         DrainConfig::merge("node2", "1", None, false, &layers).unwrap().shard,
         ShardName::At(at("node2", 7070))
@@ -177,7 +177,7 @@ fn a_registry_is_needed_where_there_is_something_to_ask() {
     let none = [flags(&[("mount", "/mnt"), ("name", "m"), ("size", "1MiB")])];
     for text in [
         said(MountConfig::merge(&none)),
-        said(DeleteConfig::merge("m", &none)),
+        said(DeleteConfig::merge("m", false, &none)),
         said(DrainConfig::merge("node1", "1", None, false, &none)),
     ] {
         assert!(text.starts_with("no registry is given (") && text.contains("GRADFS_REGISTRY"), "{text}");
@@ -270,7 +270,7 @@ fn names_are_checked() {
     for bad in ["", ".", "..", "a/b", "README"] {
         assert!(said(create(&[("name", bad)])).contains("cannot name a model"), "{bad:?}");
         assert!(said(mount(&[("models", bad)])).contains("cannot name a model"), "{bad:?}");
-        assert!(said(DeleteConfig::merge(bad, &[])).contains("cannot name a model"), "{bad:?}");
+        assert!(said(DeleteConfig::merge(bad, false, &[])).contains("cannot name a model"), "{bad:?}");
     }
     assert!(said(mount(&[("models", "a,b,a")])).contains("a is named twice"));
     let many: Vec<String> = (0..300).map(|i| format!("m{i}")).collect();

@@ -3,7 +3,8 @@
   store     a snapshot of weights and Adam's state against `dd oflag=direct bs=4M` of as many bytes, both synced, and
             against torch.save of the same tensors; and the bytes of a second snapshot of a job whose new weights have a
             hundredth of the blocks changed
-  steps     steps of a learner while a snapshot is written, against steps without
+  steps     steps of a learner while a snapshot is written, against steps without; the longest of them; and how long that
+            snapshot takes, against `dd` while as many steps are made
   restore   `gradfs create --from` until a mount answers, against reading the files and against torch.load of the same
             tensors, of which every byte is touched. The kernel's cache is dropped before each
   recovery  from `kill -9` of a process until the next step of a learner is acknowledged: one of three shards, their
@@ -74,6 +75,11 @@ def sizes(bench):
     return size, size * PARTS_OF_STATE
 
 
+def dd_of(path, size):
+    words = ["if=/dev/zero", f"of={path}", "bs=4M", f"count={size // (4 * MIB)}", "oflag=direct", "conv=fsync"]
+    return ["dd", *words, "status=none"]
+
+
 def torch_takes(path, size, does):
     return json.loads(output_of(own_python(), "-c", TENSORS, path, size, does, timeout=DEADLINE))
 
@@ -113,13 +119,9 @@ def store(bench, gradfs):
             place = bench.work / f"store-{turn}"
             job.step()
 
-            def dd():
-                words = ["if=/dev/zero", f"of={zeros}", "bs=4M", f"count={state // (4 * MIB)}", "oflag=direct", "conv=fsync"]
-                subprocess.run(["dd", *words], check=True, stderr=subprocess.DEVNULL, timeout=DEADLINE)
-
             acts = {
                 "ours": lambda place=place: seconds_of(lambda: job.save(place)),
-                "dd": lambda: seconds_of(dd),
+                "dd": lambda: seconds_of(lambda: subprocess.run(dd_of(zeros, state), check=True, timeout=DEADLINE)),
                 "torch": lambda: torch_takes(bench.work / "torch", size, "save"),
             }
             for name in acts if turn % 2 else reversed(acts):
@@ -161,25 +163,37 @@ def incremental(bench, gradfs, size):
 def steps(bench, gradfs):
     size, state = sizes(bench)
     turns = 2 if bench.quick else 5
-    found = {"with": [], "without": []}
+    found = {"alone": [], "ours": [], "dd": []}
+    took = {"ours": [], "dd": []}
     with contextlib.ExitStack() as stack:
         job = Job(bench, stack, gradfs, size, "steps", shards=2)
         say(f"steps while {state / MIB:.0f} MiB are written")
         for turn in range(turns + 1):
-            alone = [seconds_of(job.step) for _ in range(5)]
-            place = bench.work / f"steps-{turn}"
-            command = [gradfs, "snapshot", jobs.MODEL, "--to", place, "--wait", "--registry", job.cluster.registry]
-            saving = Program(command, bench.work / "saving.log")
-            beside = []
-            while saving.process.poll() is None:
-                beside.append(seconds_of(job.step))
-            saving.finish(DEADLINE)
-            if turn:
-                found["with"] += beside[:-1] or beside
-                found["without"] += alone
+            place, zeros = bench.work / f"steps-{turn}", bench.work / "dd"
+            saves = [gradfs, "snapshot", jobs.MODEL, "--to", place, "--wait", "--registry", job.cluster.registry]
+            commands = {"ours": saves, "dd": dd_of(zeros, state)}
+            for name in commands if turn % 2 else reversed(commands):
+                alone, beside = [seconds_of(job.step) for _ in range(5)], []
+                begin = time.monotonic()
+                writing = Program(commands[name], bench.work / f"{name}.log")
+                while writing.process.poll() is None:
+                    beside.append(seconds_of(job.step))
+                writing.finish(DEADLINE)
+                if turn:
+                    took[name].append(time.monotonic() - begin)
+                    found["alone"] += alone
+                    # The last step is beside it only in part.
+                    found[name] += beside[:-1] or beside
             shutil.rmtree(place)
-    beside, alone = map(statistics.median, found.values())
-    return [times("step_during_snapshot_ratio", beside, alone, 1.1, "<=")]
+            zeros.unlink()
+    alone, ours, dd = map(statistics.median, found.values())
+    longest = max(found["ours"])
+    return [
+        times("step_during_snapshot_ratio", ours, alone, 1.1, "<="),
+        times("step_during_dd_ratio", dd, alone, None, "<="),
+        times("longest_step_during_snapshot", longest, alone, None, "<="),
+        times("snapshot_vs_dd_with_steps", *map(statistics.median, took.values()), None, words=seconds),
+    ]
 
 
 def restore(bench, gradfs):

@@ -29,18 +29,27 @@ struct Claim {
 }
 
 impl Shelf {
+    /// The numbers of all claims and their objects, the last one at the end.
+    fn claims(&self) -> Result<Vec<(u64, String)>, StoreError> {
+        let number = |name: &str| name.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
+        let listed = self.store().list(CLAIMS)?.into_iter();
+        let mut claims: Vec<_> = listed.filter_map(|of| Some((number(&of.name)?, of.name))).collect();
+        claims.sort();
+        Ok(claims)
+    }
+
     /// The number of the last claim, and what it says.
     fn last_claim(&self) -> Result<Option<(u64, Claim)>, SnapshotError> {
-        let listed = self.store().list(CLAIMS)?;
-        let number = |name: &str| name.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
-        let Some((number, name)) = listed.iter().filter_map(|of| Some((number(&of.name)?, &of.name))).max()
-        else {
-            return Ok(None);
-        };
-        let text = unseal(name.as_ref(), self.store().get(name)?, FORMAT)?;
+        let Some((number, name)) = self.claims()?.pop() else { return Ok(None) };
+        let text = unseal(name.as_ref(), self.store().get(&name)?, FORMAT)?;
         let claim = serde_json::from_str(&text);
         let damaged = |error: serde_json::Error| SnapshotError::damaged(name.as_ref(), error.to_string());
         Ok(Some((number, claim.map_err(damaged)?)))
+    }
+
+    /// Removes all claims, the last one at the end.
+    pub(super) fn unclaim(&self) -> Result<(), StoreError> {
+        self.claims()?.iter().try_for_each(|(_, name)| self.store().delete(name))
     }
 
     /// Whether the store still is that of this life. Returns the number of its claim.
