@@ -312,25 +312,6 @@ impl Shelf {
         [DESCRIPTIONS, PACKS].into_iter().try_for_each(|folder| Ok(self.store.tidy(folder)?))
     }
 
-    /// Removes all snapshots of a model's life that is over and has the store, and then its claims. Files of others are left
-    /// alone. Returns how many there were.
-    ///
-    /// # Errors
-    /// [`SnapshotError::Claimed`] if another one has the store; nothing is removed then.
-    pub fn clear(&self, generation: Generation) -> Result<usize, SnapshotError> {
-        if self.check_claim(generation)? == 0 {
-            return Ok(0);
-        }
-        let names = self.names()?;
-        names.iter().try_for_each(|name| self.store.delete(&format!("{DESCRIPTIONS}/{name}.json")))?;
-        let packs = self.store.list(PACKS)?;
-        let mut ours = packs.iter().filter(|of| snapshot_of(&of.name).is_some());
-        ours.try_for_each(|of| self.store.delete(&of.name))?;
-        [DESCRIPTIONS, PACKS].into_iter().try_for_each(|folder| self.store.tidy(folder))?;
-        self.unclaim()?;
-        Ok(names.len())
-    }
-
     /// Removes all that was written of a snapshot that is none.
     ///
     /// # Errors

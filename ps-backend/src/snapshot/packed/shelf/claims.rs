@@ -5,7 +5,7 @@ use libmodelio::vocabulary::ids::Generation;
 use libmodelio::wire::Lineage;
 use serde::{Deserialize, Serialize};
 
-use super::{FORMAT, Shelf};
+use super::{DESCRIPTIONS, FORMAT, PACKS, Shelf, snapshot_of};
 use crate::snapshot::SnapshotError;
 use crate::snapshot::manifest::{seal, unseal};
 use crate::stores::{Existing, StoreError};
@@ -45,11 +45,6 @@ impl Shelf {
         let claim = serde_json::from_str(&text);
         let damaged = |error: serde_json::Error| SnapshotError::damaged(name.as_ref(), error.to_string());
         Ok(Some((number, claim.map_err(damaged)?)))
-    }
-
-    /// Removes all claims, the last one at the end.
-    pub(super) fn unclaim(&self) -> Result<(), StoreError> {
-        self.claims()?.iter().try_for_each(|(_, name)| self.store().delete(name))
     }
 
     /// Whether the store still is that of this life. Returns the number of its claim.
@@ -110,5 +105,25 @@ impl Shelf {
             };
         }
         Err(SnapshotError::Nothing(format!("{} is being claimed by others, again and again", self.url())))
+    }
+
+    /// Removes all snapshots of a model's life that is over and has the store, and then its claims. Files of others are left
+    /// alone. Returns how many there were.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Claimed`] if another one has the store; nothing is removed then.
+    pub fn clear(&self, generation: Generation) -> Result<usize, SnapshotError> {
+        if self.check_claim(generation)? == 0 {
+            return Ok(0);
+        }
+        let names = self.names()?;
+        names.iter().try_for_each(|name| self.store().delete(&format!("{DESCRIPTIONS}/{name}.json")))?;
+        let packs = self.store().list(PACKS)?;
+        let mut ours = packs.iter().filter(|of| snapshot_of(&of.name).is_some());
+        ours.try_for_each(|of| self.store().delete(&of.name))?;
+        [DESCRIPTIONS, PACKS].into_iter().try_for_each(|folder| self.store().tidy(folder))?;
+        // The last one at the end.
+        self.claims()?.iter().try_for_each(|(_, name)| self.store().delete(name))?;
+        Ok(names.len())
     }
 }
