@@ -1,6 +1,7 @@
 """Snapshots in a bucket of an S3 server, over a way that does harm, as docs/operate/stores.md promises it."""
 
 import itertools
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from buckets import Bucket, Server, cuts, drops, flips, loses, promises, refuses, without
 from conftest import gradfs_binary
 from filetools import Threads, eventually
+from patience import HANGS
 from test_snapshots import SETTINGS, Job, join, model, owners, train, whole_on_shards  # noqa: F401
 from test_stores import durable, listed, publish, snapshot
 
@@ -435,3 +437,23 @@ def test_a_pack_of_which_a_part_is_refused_is_given_up(bucket, large):
     refused(done, bucket.url, "SignatureDoesNotMatch")
     assert bucket.uploads() == [] and not [name for name in bucket.objects() if "snapshots/" in name]
     assert snapshot(job, bucket.url)[0] == job.mount.version()
+
+
+def test_unmount_waits_while_a_last_snapshot_is_written(start_mount, gradfs, model, bucket, tmp_path):  # noqa: F811
+    mount, may_go_on = start_mount(model, state=bucket.url, snapshot_every=0, name="m", **SETTINGS), threading.Event()
+    join(mount)
+    train(mount, range(1))
+
+    def is_slow(exchange):
+        may_go_on.wait(HANGS)
+        exchange.answer(*exchange.ask())
+
+    bucket.way.harm(is_slow, "PUT", "packs/")
+    said = tmp_path / "said"
+    with open(said, "wb") as log:
+        command = subprocess.Popen([gradfs_binary(), "unmount", mount.root], stderr=log)
+    eventually(lambda: "it may be writing a last snapshot" in said.read_text(), deadline=HANGS)
+    assert command.poll() is None and not os.path.ismount(mount.root)
+    may_go_on.set()
+    assert command.wait(HANGS) == 0 and mount.process.wait(HANGS) == 0
+    stands(gradfs, bucket, 1)

@@ -33,6 +33,8 @@ const PATH_TIMEOUT: Duration = Duration::from_secs(2);
 const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
 /// How long the kernel may take to unmount, and a daemon to end after that.
 const UNMOUNT_PATIENCE: Duration = Duration::from_secs(10);
+/// How long a daemon may take to end that writes a last snapshot.
+const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(600);
 const LIST_MOUNTS: &str = "findmnt --types fuse.gradfs lists what is mounted";
 /// Most dead mounts on top of each other that are cleared away.
 const MAX_STACKED: usize = 32;
@@ -136,17 +138,21 @@ fn unmount_with(path: &Path, lazy: bool, lock_directories: &[PathBuf]) -> Result
         ))
     })?;
     let Some(held) = holder else { return Ok(()) };
-    let deadline = Instant::now() + UNMOUNT_PATIENCE;
+    let begun = Instant::now();
+    let mut has_said = false;
     while lock::holder(&path, lock_directories).as_ref() == Some(&held) {
-        if Instant::now() > deadline {
-            let message = format!("{shown} is unmounted, but {held} has not ended");
-            let hint = mountinfo::elsewhere(&device).map_or_else(
-                || "see its log; it may be writing a checkpoint".to_owned(),
-                |process| {
-                    format!("{process} has a copy of the mount in its mount namespace: end it, or {held}")
-                },
-            );
-            return Err(Error::new(message).hint(hint));
+        let late = || Error::new(format!("{shown} is unmounted, but {held} has not ended"));
+        if begun.elapsed() > SNAPSHOT_PATIENCE {
+            return Err(late().hint("see its log"));
+        }
+        if begun.elapsed() > UNMOUNT_PATIENCE && !has_said {
+            if let Some(process) = mountinfo::elsewhere(&device) {
+                return Err(late().hint(format!(
+                    "{process} has a copy of the mount in its mount namespace: end it, or {held}"
+                )));
+            }
+            eprintln!("gradfs: {shown} is unmounted; {held} still ends: it may be writing a last snapshot");
+            has_said = true;
         }
         thread::sleep(Duration::from_millis(10));
     }

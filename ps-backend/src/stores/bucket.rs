@@ -112,7 +112,13 @@ fn one_line(error: &Error) -> String {
         Some(rest.split_once(&format!("</{tag}>"))?.0.trim().to_owned())
     };
     let said = match within("Code") {
-        None => text.split_whitespace().collect::<Vec<_>>().join(" "),
+        None => {
+            let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+            // Of its retries, the number is enough.
+            let parts = line.split_once(", max_retries: ");
+            let parts = parts.and_then(|(start, rest)| Some((start, rest.split_once(" - ")?.1)));
+            parts.map_or_else(|| line.clone(), |(start, end)| format!("{start}: {end}"))
+        }
         Some(code) => {
             let status = text.split_once("status code: ").and_then(|(_, rest)| rest.get(..3));
             let message = within("Message").unwrap_or_default();
@@ -204,5 +210,21 @@ impl Objects for Bucket {
     /// What was sent in part is no object: a rule of the bucket removes it.
     fn tidy(&self, _: &str) -> Result<(), StoreError> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_of_a_bucket_is_one_line_without_what_nobody_has_set() {
+        let line = |source: &str| one_line(&Error::Generic { store: "S3", source: source.into() });
+        let retried = "performing GET http://h/b in 60.6s, after 61 retries, max_retries: 18446744073709551615, \
+                       retry_timeout: 60s - HTTP error: error\nsending request";
+        let said = "Generic S3 error: performing GET http://h/b in 60.6s, after 61 retries: HTTP error: error sending request";
+        assert_eq!(line(retried), said);
+        let answered = "status code: 403, <Error>\n<Code>AccessDenied</Code><Message>no</Message></Error>";
+        assert_eq!(line(answered), "403 AccessDenied: no");
     }
 }

@@ -246,6 +246,19 @@ fn a_partition_is_not_filled_with_a_flipped_bit() {
 }
 
 #[test]
+fn a_snapshot_of_a_newer_format_is_refused_by_its_number_and_is_not_damaged() {
+    let ((dir, shelf), head) = (shelf(), head(Reducer::Adam, 7));
+    let (name, _) = write(&shelf, 1, &head, &contents(&head), 1, &Places::default());
+    let path = dir.path().join(format!("snapshots/{name}.json"));
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, text.replacen("\"format\":2", "\"format\":3", 1)).unwrap();
+    let why = shelf.description(&name).unwrap_err();
+    assert!(matches!(why, SnapshotError::Format { expected: 2, got: 3, .. }), "{why}");
+    // A newer gradfs can go on from it.
+    assert!(!why.is_damage());
+}
+
+#[test]
 fn a_snapshot_with_a_part_missing_is_none() {
     let ((_dir, shelf), head) = (shelf(), head(Reducer::Adam, 7));
     let contents = contents(&head);
