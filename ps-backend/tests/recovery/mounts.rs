@@ -2,17 +2,36 @@
 
 use libmodelio::vocabulary::ids::{ClientId, Generation, Incarnation, Version};
 use libmodelio::wire::Brings;
+use ps_backend::core::JobRecord;
 use ps_backend::offers::{KnownOf, Offers};
 
-use super::world::{Content, World};
+use super::world::World;
+
+/// What a mount shows.
+#[derive(Clone)]
+pub(super) struct Shown {
+    version: u64,
+    known: KnownOf,
+}
+
+impl Default for Shown {
+    fn default() -> Shown {
+        let (learners, unlisted, meta) = (Vec::new(), Incarnation(0), Default::default());
+        let known = KnownOf { contributions: 0, learners, unlisted, meta };
+        Shown { version: 0, known }
+    }
+}
 
 impl World {
     /// A mount shows the newest version.
-    pub(super) fn pull(&mut self, version: u64, content: &Content) {
+    pub(super) fn pull(&mut self, shard: usize) {
         let at = self.random.usize(0..self.mounts.len());
+        let Some(job) = &self.shards[shard].job else { return };
         // It never goes back.
-        if self.mounts[at].0 < version {
-            self.mounts[at] = (version, content.clone());
+        if self.mounts[at].version < job.version() {
+            let JobRecord { version, contributions, learners, unlisted, meta, .. } = job.record();
+            let known = KnownOf { contributions, learners, unlisted, meta };
+            self.mounts[at] = Shown { version: version.0, known };
         }
     }
 
@@ -20,17 +39,10 @@ impl World {
     pub(super) fn offer(&mut self, generation: Generation, offers: &mut Offers) {
         for at in 0..self.mounts.len() {
             if self.random.u8(0..4) == 0 {
-                let (learners, unlisted, meta) = (Vec::new(), Incarnation(0), Default::default());
-                let contributions = self.mounts[at].1.len() as u64;
-                let known = KnownOf { contributions, learners, unlisted, meta };
-                let of = (ClientId(at as u64), Version(self.mounts[at].0), known);
+                let Shown { version, known } = self.mounts[at].clone();
+                let of = (ClientId(at as u64), Version(version), known);
                 let _ = offers.offered(generation, of, Brings::Soon, self.time());
             }
         }
-    }
-
-    /// What a mount shows.
-    pub(super) fn held_by(&self, client: ClientId) -> (u64, Content) {
-        self.mounts[client.0 as usize].clone()
     }
 }

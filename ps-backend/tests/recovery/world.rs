@@ -5,49 +5,29 @@ use std::time::Duration;
 
 use libmodelio::registry::table::RegistryCore;
 use libmodelio::vocabulary::block_map::BlockMap;
-use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId, Version};
-use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
 use libmodelio::wire::{
     Fate, HeldPartition, Lineage, ModelRecord, RegistryAnswer, RegistryRequest, ShardRecord,
 };
+use ps_backend::core::JobRecord;
 use ps_backend::losses::LossWatch;
 
+use super::content::Content;
+use super::counts::Counts;
+use super::job::{Commit, Job};
+use super::learners::Learner;
+use super::mounts::Shown;
+use super::promises::Promises;
 use super::restoring::Restoring;
+use super::store::Store;
 
 pub(super) const MODEL: &str = "m";
 const LEASE_MS: u32 = 10_000;
 const TICK: u64 = 100;
-/// The learners contribute one number after the other.
-pub(super) type Content = BTreeSet<u32>;
-
 /// The registry does not answer, or refuses.
 pub(super) enum Unanswered {
     Silence,
     Refused,
-}
-
-#[derive(Clone)]
-pub(super) struct Snapshot {
-    /// The number of the claim under which it was written.
-    pub(super) claim: u32,
-    pub(super) version: u64,
-    pub(super) content: Content,
-}
-
-/// A life of the job, at its coordinator.
-pub(super) struct Job {
-    pub(super) generation: Generation,
-    pub(super) owners: Vec<usize>,
-    pub(super) version: u64,
-    pub(super) content: Content,
-    pub(super) lineage: Lineage,
-    /// Versions have numbers below this one.
-    pub(super) limit: u64,
-    /// A snapshot that is being written, and whether the claim was looked at.
-    pub(super) writes: Option<(Snapshot, bool)>,
-    /// The newest one in the store, and whether it is called durable.
-    pub(super) saved: Option<(Snapshot, bool)>,
 }
 
 pub(super) struct Shard {
@@ -55,7 +35,7 @@ pub(super) struct Shard {
     pub(super) is_alive: bool,
     /// It does nothing until then.
     pub(super) stopped_until: u64,
-    /// The registry does not hear it until then.
+    /// Neither the registry nor other shards hear it until then.
     cut_until: u64,
     watch: LossWatch,
     pub(super) held: BTreeSet<Generation>,
@@ -86,22 +66,17 @@ pub(super) struct World {
     registry: RegistryCore,
     registry_away_until: u64,
     pub(super) shards: Vec<Shard>,
-    pub(super) snapshots: Vec<Snapshot>,
-    /// Whose the store is, and how often that life's model was restored.
-    pub(super) claim: (Generation, u32),
+    pub(super) store: Store,
+    /// Numbers of lives and snapshots.
     generations: u64,
-    contributions: u32,
-    shown: BTreeMap<u64, Content>,
-    /// Lives that clients know.
-    pub(super) known: BTreeSet<Generation>,
-    durable: Content,
+    pub(super) learners: Vec<Learner>,
+    /// Commits that are under way, and when they arrive.
+    pub(super) flying: Vec<(u64, Commit)>,
+    pub(super) promises: Promises,
     /// Whether newer weights of mounts count at a restoration, and what mounts show.
-    pub(super) takes_newest: bool,
-    pub(super) mounts: Vec<(u64, Content)>,
-    pub(super) brought: u64,
-    pub(super) restored: u64,
-    pub(super) told: u64,
-    pub(super) refused_zombies: u64,
+    takes_newest: bool,
+    pub(super) mounts: Vec<Shown>,
+    pub(super) counts: Counts,
 }
 
 pub(super) fn address(shard: usize) -> String {
@@ -112,6 +87,7 @@ impl World {
     pub(super) fn new(seed: u64, says: bool) -> World {
         let mut random = fastrand::Rng::with_seed(seed);
         let shards = (0..random.usize(1..5)).map(|_| Shard::new()).collect();
+        let learners = (0..random.usize(1..4)).map(|_| Learner::default()).collect();
         World {
             random,
             now: 1000,
@@ -120,19 +96,14 @@ impl World {
             registry: RegistryCore::new(),
             registry_away_until: 0,
             shards,
-            snapshots: Vec::new(),
-            claim: (Generation(1), 0),
+            store: Store::new(),
             generations: 0,
-            contributions: 0,
-            shown: BTreeMap::new(),
-            known: BTreeSet::new(),
-            durable: Content::new(),
+            learners,
+            flying: Vec::new(),
+            promises: Promises::default(),
             takes_newest: seed % 2 == 1,
-            mounts: vec![Default::default(); 3],
-            brought: 0,
-            restored: 0,
-            told: 0,
-            refused_zombies: 0,
+            mounts: vec![Shown::default(); 3],
+            counts: Counts::default(),
         }
     }
 
@@ -154,7 +125,7 @@ impl World {
     pub(super) fn run(&mut self) {
         self.begin();
         // Before its first snapshot a job is not restored.
-        while self.told == 0 {
+        while self.counts.durable == 0 {
             self.tick();
         }
         self.is_well = false;
@@ -168,10 +139,11 @@ impl World {
             (self.shards[shard].stopped_until, self.shards[shard].cut_until) = (0, 0);
             self.revive(shard);
         }
-        let before = self.contributions;
+        let before: Vec<u64> = self.learners.iter().map(|learner| learner.acknowledged).collect();
         for _ in 0..3000 {
             self.tick();
-            if self.contributions > before + 3 {
+            // Each of them is told something new.
+            if self.learners.iter().zip(&before).all(|(learner, before)| learner.acknowledged > before + 2) {
                 return;
             }
         }
@@ -195,8 +167,8 @@ impl World {
         for shard in &owners {
             self.shards[*shard].held.insert(generation);
         }
-        self.known.insert(generation);
-        self.begin_job(0, generation, owners, (0, Content::new()), record.lineage);
+        let begun = (self.store.begun(), Content::default());
+        self.begin_job(0, (generation, record.lineage), owners, begun);
     }
 
     /// The record of a life on these shards.
@@ -207,33 +179,23 @@ impl World {
         lineage: Option<Lineage>,
     ) -> ModelRecord {
         let numbers: Vec<ShardId> = owners.iter().map(|shard| self.shards[*shard].number).collect();
-        let tensors = vec![("w".to_owned(), DType::F32, vec![100_000])];
-        let layout = ModelLayout::new(tensors, MIN_BLOCK_SIZE).unwrap();
+        let layout = &self.store.layout;
         let map = BlockMap::striped(layout.blocks(), &numbers).unwrap();
-        let controls = Controls::default();
+        let controls = self.store.controls.clone();
         let record =
-            ModelRecord::new(MODEL, generation, &layout, BTreeMap::new(), &map, numbers[0], controls)
-                .unwrap();
+            ModelRecord::new(MODEL, generation, layout, BTreeMap::new(), &map, numbers[0], controls).unwrap();
         ModelRecord { lineage: lineage.unwrap_or(record.lineage.clone()), ..record }
     }
 
     pub(super) fn begin_job(
         &mut self,
         shard: usize,
-        generation: Generation,
+        of: (Generation, Lineage),
         owners: Vec<usize>,
-        (version, content): (u64, Content),
-        lineage: Lineage,
+        (record, content): (JobRecord, Content),
     ) {
-        self.show(version, &content);
-        let limit = lineage.reserved.0;
-        self.shards[shard].job =
-            Some(Job { generation, owners, version, content, lineage, limit, writes: None, saved: None });
-    }
-
-    fn show(&mut self, version: u64, content: &Content) {
-        let before = self.shown.insert(version, content.clone());
-        assert!(before.is_none_or(|before| before == *content), "version {version} has two contents");
+        self.promises.shows(record.version.0, &content);
+        self.shards[shard].job = Some(Job::new(&self.store, of, owners, (record, content)));
     }
 
     /// Whether a shard runs.
@@ -249,17 +211,35 @@ impl World {
         request: &RegistryRequest,
         payload: &[u8],
     ) -> Result<(RegistryAnswer, Vec<u8>), Unanswered> {
-        let is_away = self.registry_away_until > self.now || self.shards[shard].cut_until > self.now;
-        let is_lost = |world: &mut World| !world.is_well && world.random.u8(..) < 6;
-        if is_away || is_lost(self) {
+        self.tell(self.is_cut(shard), request, payload)
+    }
+
+    /// Whether a shard is cut off from the registry and from other shards.
+    pub(super) fn is_cut(&self, shard: usize) -> bool {
+        self.shards[shard].cut_until > self.now
+    }
+
+    /// A shard or a client asks the registry.
+    pub(super) fn tell(
+        &mut self,
+        is_cut: bool,
+        request: &RegistryRequest,
+        payload: &[u8],
+    ) -> Result<(RegistryAnswer, Vec<u8>), Unanswered> {
+        if is_cut || self.registry_away_until > self.now || self.is_lost() {
             return Err(Unanswered::Silence);
         }
         let answer = self.registry.handle(request, payload, self.time());
-        if is_lost(self) {
+        if self.is_lost() {
             return Err(Unanswered::Silence);
         }
         let answer = answer.map_err(|_| Unanswered::Refused)?;
         Ok((answer.message, answer.payload.map(|bytes| bytes.to_vec()).unwrap_or_default()))
+    }
+
+    /// Whether a message is lost.
+    pub(super) fn is_lost(&mut self) -> bool {
+        !self.is_well && self.random.u8(..) < 6
     }
 
     fn announce(&mut self, shard: usize) {
@@ -290,6 +270,7 @@ impl World {
         let Ok((RegistryAnswer::Fates { fates, .. }, _)) = self.ask(shard, &request, &[]) else { return };
         for (generation, fate) in held.into_iter().zip(fates) {
             if fate == Fate::Deleted {
+                self.counts.old_blocks += 1;
                 self.drop_life(shard, generation);
             }
         }
@@ -301,36 +282,42 @@ impl World {
     }
 
     /// The coordinator tells the registry, and calls its newest snapshot durable if that has answered.
-    fn keep(&mut self, shard: usize) {
+    pub(super) fn keep(&mut self, shard: usize) {
         let Some(job) = &self.shards[shard].job else { return };
         if job.saved.is_none() && job.lineage.store.is_empty() {
             return;
         }
-        let (generation, reserved) = (job.generation, Lineage::reserved_for(Version(job.version)));
+        let (generation, reserved) = (job.generation, Lineage::reserved_for(Version(job.version())));
         let reserved = reserved.max(job.lineage.reserved);
         let (model, store, newest) = (MODEL.to_owned(), "/s".to_owned(), self.takes_newest);
         let request = RegistryRequest::Keep { model, generation, epoch: Epoch(1), reserved, store, newest };
         let kept = self.ask(shard, &request, &[]);
         if let Err(Unanswered::Refused) = kept {
-            self.refused_zombies += 1;
+            self.counts.refused_lives += 1;
         }
         if kept.is_err() {
             return;
         }
+        let now = self.time();
         let Some(job) = &mut self.shards[shard].job else { return };
-        (job.lineage.reserved, job.lineage.store, job.limit) = (reserved, "/s".to_owned(), reserved.0);
-        if let Some((snapshot, is_durable)) = &mut job.saved
+        (job.lineage.reserved, job.lineage.store) = (reserved, "/s".to_owned());
+        if let Some((version, content, is_durable)) = &mut job.saved
             && !std::mem::replace(is_durable, true)
         {
-            self.durable = snapshot.content.clone();
-            self.told += 1;
-            let version = snapshot.version;
+            let version = *version;
+            self.promises.is_durable(generation, content);
+            self.counts.durable += 1;
             self.say(format_args!("version {version} of life {generation} is durable"));
         }
+        let Some(job) = &mut self.shards[shard].job else { return };
+        let answers = job.reserve(now);
+        self.answer(shard, answers);
     }
 
     fn tick(&mut self) {
         self.now += TICK;
+        self.deliver();
+        (0..self.learners.len()).for_each(|at| self.learn(at));
         for shard in 0..self.shards.len() {
             if !self.runs(shard) {
                 continue;
@@ -370,8 +357,23 @@ impl World {
         let now = self.time();
         for lost in self.shards[shard].watch.lost(me, losses, now) {
             self.say(format_args!("shard {shard} restores life {} of {:?}", lost.generation, lost.shards));
+            self.counts.rivals += u64::from(self.shards.iter().any(|of| of.restoring.is_some()));
             self.shards[shard].restoring = Some(Restoring::new(lost.generation));
         }
+    }
+
+    /// Clients hear of a life.
+    pub(super) fn restored(&mut self, generation: Generation, passed_over: bool) {
+        for of in &mut self.shards {
+            of.job.iter_mut().filter(|job| job.generation == generation).for_each(|job| job.is_known = true);
+        }
+        self.counts.restored += 1;
+        self.counts.passed_over += u64::from(passed_over);
+        self.say(format_args!("life {generation} begins"));
+    }
+
+    pub(super) fn is_well(&self) -> bool {
+        self.is_well
     }
 
     /// A restoration has ended.
@@ -381,65 +383,35 @@ impl World {
         self.shards[shard].watch.ended(MODEL, is_restored, now);
     }
 
-    /// The job takes a contribution, or goes on with a snapshot.
+    /// The job goes on with a version, or with a snapshot.
     fn work(&mut self, shard: usize) {
+        let (now, random) = (self.time(), self.random.u8(0..8));
         let Some(job) = &self.shards[shard].job else { return };
-        let (generation, is_known) = (job.generation, self.known.contains(&job.generation));
-        let is_there = |of: &usize| self.runs(*of) && self.shards[*of].held.contains(&generation);
-        if !is_known || !job.owners.iter().all(is_there) {
+        let is_there = |of: &usize| self.runs(*of) && self.shards[*of].held.contains(&job.generation);
+        if !job.is_known || !job.owners.iter().all(is_there) {
             return;
         }
-        let has_number = job.version + 1 < job.limit || job.lineage.store.is_empty() && job.saved.is_none();
-        match self.random.u8(0..8) {
-            0 | 1 if has_number => {
-                self.contributions += 1;
-                let contribution = self.contributions;
-                let jump = self.random.u64(0..300_000);
+        match random {
+            0..=2 => {
+                let jump = if self.random.u8(0..4) == 0 { self.random.u64(0..300_000) } else { 0 };
                 let Some(job) = &mut self.shards[shard].job else { return };
-                // Versions nobody looks at in between.
-                job.version = (job.version + 1).max((job.version + jump).min(job.limit.saturating_sub(1)));
-                job.content.insert(contribution);
-                let (version, content) = (job.version, job.content.clone());
-                self.show(version, &content);
+                if let Some(answers) = job.make(jump, now) {
+                    self.promises.shows(job.version(), &job.content);
+                    self.answer(shard, answers);
+                }
             }
-            2 => self.save(shard),
-            3 => {
-                let (version, content) = (job.version, job.content.clone());
-                self.pull(version, &content);
-            }
+            3 => self.save(shard),
+            4 => self.pull(shard),
             _ => {}
         }
     }
 
-    /// One more step of writing a snapshot.
-    fn save(&mut self, shard: usize) {
-        let claim = self.claim;
-        let Some(job) = &mut self.shards[shard].job else { return };
-        match job.writes.take() {
-            None => {
-                let (version, content) = (job.version, job.content.clone());
-                let snapshot = Snapshot { claim: 0, version, content };
-                job.writes = Some((snapshot, false));
-            }
-            Some((snapshot, false)) if claim.0 == job.generation => {
-                job.writes = Some((Snapshot { claim: claim.1, ..snapshot }, true));
-            }
-            Some((_, false)) => self.refused_zombies += 1,
-            // Another life may have claimed the store since that was looked at.
-            Some((snapshot, true)) => {
-                job.saved = Some((snapshot.clone(), false));
-                self.snapshots.push(snapshot);
-                self.keep(shard);
-            }
-        }
-    }
-
-    /// A life begins at a snapshot.
-    pub(super) fn restored_from(&mut self, generation: Generation, snapshot: &Snapshot) {
-        let lost: Vec<&u32> = self.durable.difference(&snapshot.content).collect();
-        assert!(lost.is_empty(), "life {generation} lacks {lost:?}, which were durable");
-        self.restored += 1;
-        self.say(format_args!("life {generation} begins at version {}", snapshot.version));
+    pub(super) fn kill(&mut self, shard: usize) {
+        self.say(format_args!("shard {shard} is killed"));
+        let of = &mut self.shards[shard];
+        of.is_alive = false;
+        (of.job, of.restoring) = (None, None);
+        of.held.clear();
     }
 
     fn revive(&mut self, shard: usize) {
@@ -458,18 +430,15 @@ impl World {
         let shard = self.random.usize(0..self.shards.len());
         let until = self.now + self.random.u64(200..15_000);
         match self.random.u8(0..10) {
-            0..=2 => {
-                self.say(format_args!("shard {shard} is killed"));
-                self.shards[shard].is_alive = false;
-                (self.shards[shard].job, self.shards[shard].restoring) = (None, None);
-                self.shards[shard].held.clear();
-            }
+            0..=2 => self.kill(shard),
             3..=5 => self.revive(shard),
             6 => {
+                let until = until + 10_000;
                 self.say(format_args!("shard {shard} is stopped until {until}"));
                 self.shards[shard].stopped_until = until;
             }
             7 => {
+                let until = until + 10_000;
                 self.say(format_args!("shard {shard} is cut off until {until}"));
                 self.shards[shard].cut_until = until;
             }
