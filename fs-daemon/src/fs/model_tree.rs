@@ -133,6 +133,22 @@ impl ModelTree {
         owners.insert(reader, owner);
     }
 
+    /// The readers that were made here begin again, in another life. They have applied no version of it.
+    pub fn take_readers(&self, before: &ModelTree) {
+        for reader in before.model.whole().job.readers() {
+            let Some(owner) = before.owner_of_reader(reader.reader).filter(|_| reader.is_own) else {
+                continue;
+            };
+            match self.model.begin_reader(&reader.name) {
+                Ok(begun) => self.owns_reader(owner, begun.reader),
+                Err(error) => {
+                    let (model, reader) = (&self.model.name, &reader.name);
+                    tracing::warn!(model, reader, "does not read as it did: {error}");
+                }
+            }
+        }
+    }
+
     /// Who owns a reader, if it was made here.
     pub fn owner_of_reader(&self, reader: ReaderId) -> Option<Owner> {
         self.reader_owners.lock().get(&reader).copied()

@@ -216,7 +216,8 @@ impl Calls {
         }
     }
 
-    /// A model goes on in another life, which takes the place of the one before: its learners of this mount join again.
+    /// A model goes on in another life, which takes the place of the one before: its learners of this mount join again, and its
+    /// readers begin again.
     /// What is open of the life before keeps its version, and all else that is asked of it fails. Must not be called from
     /// within a request.
     pub fn replace(&self, before: &Model, model: Arc<Model>, kernel: &dyn Kernel) {
@@ -238,6 +239,7 @@ impl Calls {
         }
         if let (Some(tree), Some(before)) = (tree, &tree_before) {
             self.fs.take_views(&tree, before);
+            tree.take_readers(before);
         }
         drop(model);
         let index = tree_before.map(|tree| tree.index);
