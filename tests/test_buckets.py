@@ -1,5 +1,6 @@
 """Snapshots in a bucket of an S3 server, over a way that does harm, as docs/operate/stores.md promises it."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 from buckets import Bucket, Server, cuts, drops, flips, loses, promises, refuses, without
 from conftest import gradfs_binary
 from filetools import Threads, eventually
-from patience import HANGS
+from patience import HANGS, Limit
 from test_snapshots import SETTINGS, Job, join, model, owners, train, whole_on_shards  # noqa: F401
 from test_stores import durable, listed, publish, snapshot
 
@@ -137,6 +138,42 @@ def test_a_job_of_one_process_goes_on_from_a_bucket_and_ends_in_order(
     again = start_mount("--from", bucket.url, name="m")
     assert again.weights() == whole_on_shards[1]
     assert again.stop() == 0
+
+
+def test_up_with_a_state_goes_on_by_itself__in_a_bucket(start_mount, gradfs, model, bucket):  # noqa: F811
+    weights = None
+    for seen in range(2):
+        alone = start_mount(model, state=bucket.url, name="m", **{**SETTINGS, "snapshot_every": 1})
+        assert alone.version() == 2 * seen and alone.control("snapshot_to") == bucket.url
+        assert seen == 0 or alone.weights() == weights
+        join(alone)
+        train(alone, range(2 * seen, 2 * seen + 2))
+        eventually(lambda: durable(alone) == alone.version())
+        weights = alone.weights()
+        alone.kill()
+    assert listed(gradfs, bucket.url)[-1] == 4
+
+
+def test_a_second_signal_ends_a_shard_that_takes_its_last_snapshot(cluster, gradfs, model, bucket):  # noqa: F811
+    job, may_go_on = Job(cluster, 1, model=model, snapshot_to=bucket.url, snapshot_every=0, **SETTINGS), threading.Event()
+    assert job.cluster.run("snapshot", "m", "--wait").returncode == 0
+    train(job.mount, range(1))
+    last = bucket.way.harm(lambda exchange: may_go_on.wait(HANGS), "PUT")
+    process = job.cluster.shards[0].process
+    process.send_signal(signal.SIGTERM)
+    try:
+        eventually(lambda: last.hit)
+        assert process.poll() is None
+        limit = Limit(HANGS)
+        while process.poll() is None and not limit.over():
+            process.send_signal(signal.SIGTERM)
+            # Two signals within a second are one.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.5)
+        assert process.poll() == 130 and "SIGTERM again: exiting at once" in job.cluster.shards[0].stderr()
+    finally:
+        may_go_on.set()
+    stands(gradfs, bucket, 0)
 
 
 def test_a_create_from_a_bucket_that_is_interrupted_leaves_nothing(saved, bucket):

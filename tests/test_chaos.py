@@ -3,29 +3,60 @@
 import errno
 import itertools
 import json
+import os
 
+import buckets
+import etcd
 import pytest
-from buckets import needed
 from chaos.checker import RESERVED, Checker, TooFew, Wrong
-from chaos.run import Options, chaos
+from chaos.harms import KINDS, LISTED, SOON, Harm
+from chaos.run import Options, chaos, judge
 from conftest import REPOSITORY, ran
+from filetools import eventually
+from patience import HANGS, Limit
 
-SEED, MINUTES = 1, 1
+SEED, MINUTES = 15, 1
+
+
+def lives_through(tmp_path, kinds, minutes=0, **options):
+    """A run of harm, of which each of these kinds must be a part. The run itself checks what holds, and the bounds of time."""
+    said, file = [], tmp_path / "figures.json"
+    assert chaos(Options(minutes, SEED, json=file, **options), said.append) == 0, "\n".join(said)
+    print("\n".join(said))
+    figures = {figure["name"]: figure for figure in json.loads(file.read_text())}
+    assert f"--seed {SEED}" in said[0] and (figures["recovery_seconds"]["target"], SOON) == (10, 10)
+    missing = [kind for kind in kinds if f"harms {kind}" not in figures or figures[f"seconds {kind}"]["value"] <= 0]
+    assert not missing, said
+    assert figures["harms"]["value"] == sum(figures[f"harms {kind}"]["value"] for kind in kinds)
 
 
 def test_a_job_lives_through_a_minute_of_random_harm(tmp_path):
-    said, figures = [], tmp_path / "figures.json"
-    assert chaos(Options(MINUTES, SEED, json=figures), said.append) == 0, "\n".join(said)
-    print("\n".join(said))
-    recovery, harms = json.loads(figures.read_text())
-    assert recovery["name"] == "recovery_seconds" and (recovery["target"], recovery["op"]) == (10, "<=")
-    assert harms["value"] >= 1 and f"--seed {SEED}" in said[0]
+    """Harm to links and a small disk take root."""
+    there = {None, *(() if os.geteuid() else ("links", "small disk"))}
+    lives_through(tmp_path, [kind for kind, (_, _, takes) in KINDS.items() if takes in there], MINUTES)
 
 
-def test_a_job_lives_through_harm_to_its_bucket():
-    needed()
-    said = []
-    assert chaos(Options(0.2, SEED, store="s3", only=("bucket",)), said.append) == 0, "\n".join(said)
+def test_a_job_lives_through_harm_to_its_bucket(tmp_path):
+    buckets.needed()
+    only = tuple(f"bucket {how}" for how in ("errs", "throttles", "says too little"))
+    lives_through(tmp_path, only, store="s3", only=only)
+
+
+def test_a_job_lives_through_the_death_of_members_of_its_etcd(tmp_path):
+    etcd.needed()
+    only = ("registry", "member and coordinator")
+    lives_through(tmp_path, only, registry="etcd", only=only)
+
+
+@pytest.mark.parametrize("seconds, bound", [(0, SOON), (3, 3 + SOON), (15, LISTED + SOON)])
+def test_a_run_ends_where_a_job_goes_on_later_than_its_bound(seconds, bound):
+    """What is killed, silent for less than its lease, and silent for longer."""
+    harm, over = Harm("harm", seconds=seconds), Limit(0)
+    judge(harm, bound, over)
+    judge(harm, bound + 1, Limit(HANGS))
+    eventually(over.over)
+    with pytest.raises(Wrong, match=f"{bound:.1f} s are the most"):
+        judge(harm, bound + 1, over)
 
 
 def test_a_kind_of_harm_that_is_none_is_refused():

@@ -611,17 +611,20 @@ ADAM = {
 }
 
 
-def adam_step(mount, step):
-    mount.contribute(np.random.default_rng([7, step]).standard_normal(SIZE // 4).astype("<f4").tobytes())
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_adam_goes_on_bit_equal_from_a_snapshot_on_other_shards(apart, tmp_path, start_mount, dtype):
+    """With its moments, its steps and its learning rate, and masters of 16-bit weights, whatever numbers the versions have."""
 
+    def adam_step(mount, step):
+        numbers = np.random.default_rng([7, step]).standard_normal(SIZE // 4).astype("<f4")
+        # The upper halves of numbers are what bf16 has.
+        mount.contribute(numbers.tobytes() if dtype == "f32" else np.tile(numbers.view("<u2")[1::2], 2).tobytes())
 
-def test_adam_goes_on_bit_equal_from_a_snapshot_on_other_shards(apart, tmp_path, start_mount):
-    """With its moments, its steps and its learning rate, whatever numbers the versions have."""
-    alone = start_mount(**ADAM)
+    alone = start_mount(dtype=dtype, **ADAM)
     for step in range(8):
         adam_step(alone, step)
     one = apart(3)
-    one.create("m", snapshot_to=tmp_path / "store", snapshot_every=1, **ADAM)
+    one.create("m", dtype=dtype, snapshot_to=tmp_path / "store", snapshot_every=1, **ADAM)
     mount = one.mount(models=["m"])
     for step in range(4):
         adam_step(mount, step)

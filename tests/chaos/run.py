@@ -1,7 +1,6 @@
 """A run of random harm: what is done when, what must be true then, and the report."""
 
 import errno
-import json
 import random
 import re
 import shlex
@@ -14,12 +13,12 @@ from pathlib import Path
 from patience import Limit
 
 from chaos.checker import Checker, TooFew, Wrong
-from chaos.harms import QUICK, SINGLE, START, kinds
+from chaos.harms import QUICK, SINGLE, SOON, START, kinds
 from chaos.world import HUNG, Failed, World, events
+from report import Figure, write_json
 
 # The job goes on by then after the worst of it, on a machine that is not busy.
 GOES_ON = 40
-TARGET = 10
 # What takes the place of one that was killed may find it still ending: a learner, or those of a mount until their lease ends.
 ENDING = 60
 # So often a mount is started again that has met the job when it was being restored, where it is not to succeed at once.
@@ -47,6 +46,13 @@ class Options:
         return shlex.join([*words, *(word for kind in self.only for word in ("--only", kind))])
 
 
+def judge(harm, took, limit):
+    """Whether the job went on within the documented bound. Seconds in which the machine held somebody up do not count, so that
+    a loaded one passes; the figures have all seconds."""
+    if took > harm.bound and limit.over():
+        raise Wrong(f"{took:.1f} s to the next step, and {harm.bound:.1f} s are the most, after {harm.words}")
+
+
 class Run:
     def __init__(self, world, dice, options, tell):
         self.world, self.dice, self.options, self.tell = world, dice, options, tell
@@ -72,6 +78,7 @@ class Run:
                 self.hear(client, event)
         for shard in self.world.shards:
             for line in shard.lines():
+                self.world.heard.append(line)
                 if found := _RESTORED.search(line):
                     self.checker.restored(int(found[2]), int(found[1]))
                 if "panicked" in line:
@@ -117,27 +124,31 @@ class Run:
 
     def harm(self, name, does):
         """Does one harm, and sees the job go on as if nothing had been."""
-        self.pass_on(self.dice.uniform(0.3, 2))
+        self.pass_on(self.dice.uniform(0.3, 1.5))
         harm = does(self.world, self.dice)
-        at = self.since = time.monotonic()
-        self.first = None
+        at, limit = time.monotonic(), Limit(harm.bound)
+        self.since, self.first = at, None
         self.bury(harm.victims)
         is_quick = not self.dice.randrange(3)
         comes_first = harm.first or is_quick and QUICK not in self.options.skip
-        later = self.dice.uniform(0, 2)
+        later = self.dice.uniform(0, 1.5)
         if comes_first:
             self.pass_on(later)
             self.revive(harm.victims)
+        if harm.first:
+            at, limit = max(victim.started for victim in harm.victims), Limit(harm.bound)
         self.pass_on(harm.seconds - (time.monotonic() - at))
+        self.until(harm.felt, lambda: f"anybody has felt that {harm.words}")
         harm.heals()
         self.until(lambda: self.first, lambda: f"a step that is acknowledged after {harm.words}")
         took = self.first - at
+        self.seconds[name].append(took)
+        self.tell(f"{time.monotonic() - self.begun:6.1f} s  {took:6.2f} s to the next step  {name}: {harm.words}")
+        judge(harm, took, limit)
         if not comes_first:
             self.pass_on(later)
             self.revive(harm.victims)
         self.settle(harm.words)
-        self.seconds[name].append(took)
-        self.tell(f"{time.monotonic() - self.begun:6.1f} s  {took:6.2f} s to the next step  {name}: {harm.words}")
 
     def bury(self, victims):
         """What the dead have said last."""
@@ -213,11 +224,19 @@ class Run:
         if not there:
             raise Wrong("there is no harm that can be done here")
         self.settle("the start")
-        names, weights = zip(*((name, weight) for name, (_, weight) in there.items()))
         until = self.begun + 60 * self.options.minutes
-        while time.monotonic() < until:
-            name = self.dice.choices(names, weights)[0]
+        for number, name in enumerate(self.deck(there)):
+            if number >= len(there) and time.monotonic() > until:
+                break
             self.harm(name, there[name][0])
+
+    def deck(self, there):
+        """Each kind once, and then each as often as its weight says, again and again."""
+        cards = list(there)
+        while True:
+            self.dice.shuffle(cards)
+            yield from cards
+            cards = [name for name, (_, weight) in there.items() for _ in range(weight)]
 
     def report(self):
         """What it took, by kind."""
@@ -226,10 +245,11 @@ class Run:
             self.tell(f"{name:12} {len(took):5} {statistics.median(took):9.2f} {max(took):9.2f}")
         single = [seconds for name in SINGLE for seconds in self.seconds.get(name, [])]
         if self.options.json:
-            worst = max(single, default=0.0)
-            entries = [{"name": "recovery_seconds", "value": round(worst, 3), "unit": "s", "target": TARGET, "op": "<="}]
-            entries += [{"name": "harms", "value": sum(map(len, self.seconds.values())), "unit": "", "target": None, "op": None}]
-            self.options.json.write_text(json.dumps(entries, indent=2) + "\n")
+            figures = [Figure("recovery_seconds", max(single, default=0.0), "s", SOON, "<=")]
+            figures += [Figure("harms", sum(map(len, self.seconds.values())), "")]
+            for name, took in self.seconds.items():
+                figures += [Figure(f"harms {name}", len(took), ""), Figure(f"seconds {name}", max(took), "s")]
+            write_json(self.options.json, figures)
 
 
 def chaos(options, tell=lambda line: print(line, flush=True)):

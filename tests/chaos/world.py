@@ -93,6 +93,7 @@ class Process:
     def start(self):
         """Starts it, and does not wait."""
         self.program, self._read = self.world.place.start(self.host, self.command, self._env, self.name), 0
+        self.started = time.monotonic()
 
     def wait(self):
         """Waits until it is ready."""
@@ -133,6 +134,8 @@ class World:
         self.job = {"consistency": dice.choice(["sync", "async"]), "snapshot_every": dice.choice([1, "1s", "2s"])}
         self.names = [f"shard{one + 1}" for one in range(dice.choice([3, 4]))]
         self._ends, self.bucket, self.store, self.settled = [], None, None, 0
+        # What shards have said.
+        self.heard = []
 
     def __enter__(self):
         members = ["etcd1", "etcd2", "etcd3"] if self.options.registry == "etcd" else ["registry"]
@@ -263,6 +266,11 @@ class World:
     def coordinator(self):
         """The shard that coordinates the job."""
         return self._status(lambda model: model["coordinator"])[0]
+
+    def hears(self, *words):
+        """Whether a shard says a line with these words from now on, as a call."""
+        since = len(self.heard)
+        return lambda: any(all(word in line for word in words) for line in self.heard[since:])
 
     # The store.
 

@@ -8,7 +8,10 @@
   restore   `gradfs create --from` until a mount answers, against reading the files and against torch.load of the same
             tensors, of which every byte is touched. The kernel's cache is dropped before each
   recovery  from `kill -9` of a process until the next step of a learner is acknowledged: one of three shards, their
-            coordinator, and all shards with the registry, counted from the start of the last one
+            coordinator, the registry, a mount that is started again, a learner in mid-step, a member of an etcd together
+            with the coordinator, and all shards with the registry, counted from the start of the last one. A shard that
+            is silent counts from its SIGSTOP. With --quick: coordinator, registry, and everything.
+            Of a killed mount, the second step counts: it waits for control/lease, which is 5 s here
 
 Contenders take turns. Each snapshot goes into a store of its own, so that it writes everything.
 """
@@ -17,18 +20,38 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
+import sys
 import time
 
 from bench import jobs
-from machine import GIB, MIB, own_python, require_memory, say
+from machine import GIB, MIB, ROOT, Failed, own_python, require_memory, say
 from programs import Program, environment, output_of
 from report import Figure, times
+
+# Ports of members of an etcd, which must be known before it starts.
+sys.path.append(str(ROOT / "tests"))
+
+from ports import free_address  # noqa: E402
 
 PARTS = ("store", "steps", "restore", "recovery")
 QUICK = "48 MiB in place of 1 GiB, and fewer turns: below 45 s once it is built"
 DEADLINE = 300.0
+# A job goes on so soon, after a kill or after the lease of a silent shard.
+SOON, LEASE = 10, 10
+# What is done with --quick, and what besides a kill in an etcd without.
+QUICKLY = ("coordinator", "registry", "everything")
+ALONE = ("shard", "coordinator", "registry", "mount", "learner", "everything", "silent_host")
+# A learner that contributes one half.
+HALF = """
+import sys, time
+with open(sys.argv[1], "wb", buffering=0) as file:
+    file.write(bytes(int(sys.argv[2]) // 2))
+    print("half", flush=True)
+    time.sleep(300)
+"""
 # Weights and both of Adam's moments.
 PARTS_OF_STATE = 3
 BLOCK = 4 * MIB
@@ -251,27 +274,66 @@ def restore(bench, gradfs):
 
 
 class Living:
-    """Three shards and a registry of its own, whose processes are killed and started again."""
+    """Three shards and a registry of their own, in a process or in three members of an etcd. Processes are killed here, and
+    started again."""
 
-    def __init__(self, bench, stack, gradfs, size):
-        self.gradfs, self.work, self.started, self.shards = gradfs, bench.work / "recovery", 0, []
+    def __init__(self, bench, gradfs, size, name, members=0):
+        self.gradfs, self.work, self.size, self.shards, self.tables = gradfs, bench.work / name, size, [], []
+        self.started, self.mountpoint, self.mount = 0, self.work / "mount", None
         self.work.mkdir()
-        stack.callback(self.end)
-        self.table = self.start("registry", "--listen", "127.0.0.1:0", "--registry-state", self.work / "state")
-        self.registry = self.address(self.table)
-        self.shards = [self.start("shard", "--listen", "127.0.0.1:0", "--registry", self.registry) for _ in range(3)]
-        words = ["--size", size, "--reducer", "adam", "--block-size", BLOCK, "--shards", 3]
-        self.command("create", jobs.MODEL, *words, "--snapshot-to", self.work / "store", "--snapshot-every", 0)
-        mountpoint = self.work / "mount"
-        command = [gradfs, "mount", mountpoint, jobs.MODEL, "--registry", self.registry, "--threads", 2]
-        stack.enter_context(jobs.mounted(command, mountpoint))
-        self.model = mountpoint / jobs.MODEL
+        self.mountpoint.mkdir()
+        self.peers, self.clients = ([free_address() for _ in range(members)] for _ in range(2))
+        self.registry = "etcd://" + ",".join(self.clients)
+
+    def __enter__(self):
+        try:
+            for member in range(len(self.clients)):
+                self.tables.append(self.member(member))
+            if not self.clients:
+                self.tables = [self.table("127.0.0.1:0")]
+                self.registry = self.address(self.tables[0])
+            self.shards = [self.shard("127.0.0.1:0") for _ in range(3)]
+            words = ["--size", self.size, "--reducer", "adam", "--block-size", BLOCK, "--shards", 3]
+            self.command("create", jobs.MODEL, *words, "--snapshot-to", self.work / "store", "--snapshot-every", 0, "--lease", 5)
+            self.show()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        for program in [*self.shards, *self.tables, *filter(None, [self.mount])]:
+            program.process.kill()
+            program.process.wait()
+        self.unmount()
+
+    def unmount(self):
+        subprocess.run(["umount", "-l", self.mountpoint], stderr=subprocess.DEVNULL, check=False)
+
+    def program(self, *words):
+        self.started += 1
+        return Program(words, self.work / f"{self.started}.log")
 
     def start(self, *words):
-        self.started += 1
-        program = Program([self.gradfs, *words], self.work / f"{words[0]}{self.started}.log")
+        program = self.program(self.gradfs, *words)
         program.wait_for("gradfs: ready")
         return program
+
+    def table(self, address):
+        return self.start("registry", "--listen", address, "--registry-state", self.work / "state")
+
+    def shard(self, address):
+        return self.start("shard", "--listen", address, "--registry", self.registry)
+
+    def show(self):
+        self.mount = self.start("mount", self.mountpoint, jobs.MODEL, "--registry", self.registry, "--threads", 2)
+
+    def member(self, number):
+        client, peer = f"http://{self.clients[number]}", f"http://{self.peers[number]}"
+        words = ["etcd", "--name", number, "--data-dir", self.work / f"etcd{number}", "--log-level", "error"]
+        words += ["--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer]
+        words += ["--initial-advertise-peer-urls", peer, "--initial-cluster"]
+        return self.program(*words, ",".join(f"{of}=http://{at}" for of, at in enumerate(self.peers)))
 
     def address(self, program):
         return program.said().split("listens on ")[1].split(",")[0].split(";")[0].strip()
@@ -279,72 +341,103 @@ class Living:
     def command(self, *words):
         return output_of(self.gradfs, *words, "--registry", self.registry, env=environment())
 
-    def end(self):
-        for program in [*self.shards, self.table]:
-            program.process.kill()
-            program.process.wait()
-
-    def coordinator(self):
-        """The shard that coordinates the model."""
+    def having(self, what):
+        """The shards that have blocks, or the one that is the coordinator."""
         shards = json.loads(self.command("status", "--json"))["shards"]
-        address = next(of["address"] for of in shards for model in of["models"] if model["coordinator"])
-        return next(shard for shard in self.shards if self.address(shard) == address)
+        addresses = [of["address"] for of in shards if any(model[what] for model in of.get("models") or [])]
+        return [shard for shard in self.shards if self.address(shard) in addresses]
 
-    def kill(self, kind):
-        """Kills, and starts again; from when on the time counts."""
-        coordinator = self.coordinator()
-        other = next(shard for shard in self.shards if shard is not coordinator)
-        dead = {"another shard": [other], "the coordinator": [coordinator], "everything": [*self.shards, self.table]}[kind]
-        addresses = [self.address(program) for program in dead]
-        for program in dead:
+    def kill(self, *programs):
+        """Kills these; when that was."""
+        for program in programs:
             program.process.kill()
         begin = time.monotonic()
-        for program in dead:
+        for program in programs:
             program.process.wait()
-        if kind == "everything":
-            self.table = self.start("registry", "--listen", addresses[-1], "--registry-state", self.work / "state")
-            self.shards = []
-            addresses.pop()
-        else:
-            self.shards.remove(dead[0])
-            return begin, addresses
-        for address in addresses:
-            self.shards.append(self.start("shard", "--listen", address, "--registry", self.registry))
-        return time.monotonic(), []
+        return begin
+
+    def replace(self, shard):
+        self.shards[self.shards.index(shard)] = self.shard(self.address(shard))
+
+    def harm(self, kind, turn):
+        """Does it. When that was, and what heals it once the job has gone on."""
+        (coordinator,) = self.having("coordinator")
+        other = next(shard for shard in self.having("blocks") if shard is not coordinator)
+        match kind:
+            case "shard" | "coordinator":
+                one = coordinator if kind == "coordinator" else other
+                return self.kill(one), lambda: self.replace(one)
+            case "silent_host":
+                os.kill(other.pid, signal.SIGSTOP)
+                return time.monotonic(), lambda: os.kill(other.pid, signal.SIGCONT)
+            case "registry":
+                return self.kill(self.tables[0]), lambda: self.tables.append(self.table(self.address(self.tables.pop())))
+            case "mount":
+                begin = self.kill(self.mount)
+                self.unmount()
+                self.show()
+                return begin, nothing
+            case "learner":
+                learner = self.program(own_python(), "-c", HALF, self.mountpoint / jobs.MODEL / "gradients", self.size)
+                learner.wait_for("half")
+                return self.kill(learner), nothing
+            case "etcd":
+                number = turn % len(self.tables)
+                begin = self.kill(self.tables[number], coordinator)
+                self.tables[number] = self.member(number)
+                return begin, lambda: self.replace(coordinator)
+            case "everything":
+                self.kill(*self.shards, *self.tables)
+                self.tables = [self.table(self.address(self.tables[0]))]
+                self.shards = [self.shard(self.address(shard)) for shard in self.shards]
+                return time.monotonic(), nothing
+
+
+def nothing():
+    """There is nothing to be healed."""
 
 
 def recovery(bench, gradfs):
     size, state = sizes(bench)
-    turns = 1 if bench.quick else 3
-    gradient = memoryview(b"\0\0\x80\x3c" * (size // 4))
-    found = {"another shard": [], "the coordinator": [], "everything": []}
-    with contextlib.ExitStack() as stack:
-        living = Living(bench, stack, gradfs, size)
-        say(f"killing processes of a job of {state / MIB:.0f} MiB")
-
-        def step():
-            written(living.model / "gradients", gradient)
-
-        for _ in range(turns):
-            for kind, took in found.items():
-                step()
-                with open(living.model / "version") as version:
-                    os.fsync(version.fileno())
-                begin, again = living.kill(kind)
-                while True:
-                    try:
-                        step()
-                        break
-                    except OSError:
-                        time.sleep(0.01)
-                took.append(time.monotonic() - begin)
-                for address in again:
-                    living.shards.append(living.start("shard", "--listen", address, "--registry", living.registry))
+    say(f"killing processes of a job of {state / MIB:.0f} MiB")
+    found = {}
+    with Living(bench, gradfs, size, "recovery") as living:
+        for kind in QUICKLY if bench.quick else ALONE:
+            turns = 3 if kind in ("shard", "coordinator", "everything") and not bench.quick else 1
+            found[kind] = [recovers(living, kind, turn) for turn in range(turns)]
+    if not bench.quick and shutil.which("etcd"):
+        with Living(bench, gradfs, size, "members", members=3) as living:
+            found["etcd"] = [recovers(living, "etcd", turn) for turn in range(3)]
     for kind, took in found.items():
         say(f"{kind}: {', '.join(seconds(of) for of in took)}")
-    figures = [Figure(f"recovery_{kind.split()[-1]}", max(took), "s", None, None) for kind, took in found.items()]
+    silent = found.pop("silent_host", None)
+    figures = [Figure(f"recovery_{kind}", max(took), "s", None, None) for kind, took in found.items()]
     worst = max(figure.value for figure in figures)
-    return [Figure("recovery_seconds", worst, "s", 10, "<=", seconds(worst)), *figures]
+    figures.insert(0, Figure("recovery_seconds", worst, "s", SOON, "<=", seconds(worst)))
+    if silent:
+        figures.append(Figure("recovery_silent_host_seconds", *silent, "s", LEASE + SOON, "<=", seconds(*silent)))
+    return figures
+
+
+def recovers(living, kind, turn):
+    """From the harm to the next step."""
+    model, gradient = living.mountpoint / jobs.MODEL, memoryview(b"\0\0\x80\x3c" * (living.size // 4))
+    written(model / "gradients", gradient)
+    with open(model / "version") as version:
+        os.fsync(version.fileno())
+    begin, heals = living.harm(kind, turn)
+    left = 2 if kind == "mount" else 1
+    while left:
+        try:
+            written(model / "gradients", gradient)
+            left -= 1
+        except OSError as error:
+            if time.monotonic() - begin > DEADLINE:
+                raise Failed(f"{kind}: no step for {DEADLINE:.0f} s") from error
+            time.sleep(0.01)
+    took = time.monotonic() - begin
+    heals()
+    return took
 
 
 def run(bench):
