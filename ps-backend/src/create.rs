@@ -88,6 +88,9 @@ pub enum CreateError {
     /// There is no thread to ask a shard with.
     #[error("a shard could not be asked: {0}")]
     Thread(String),
+    /// The store of the model's snapshots is another one's, or cannot be written.
+    #[error("cannot take over the store of its snapshots: {0}")]
+    Claim(SnapshotError),
     /// The bytes of the model cannot be had.
     #[error("cannot read the model: {0}")]
     Source(#[from] SnapshotError),

@@ -2,7 +2,6 @@
 //! that there are.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::time::Instant;
 
 use libmodelio::registry::Registry;
@@ -63,7 +62,7 @@ pub fn restore(
     while let Some(name) = newest(&shelf, &passed_over)? {
         let version = Shelf::version_of(&name).unwrap_or_default();
         let is_newest = || Ok(newest(&shelf, &passed_over)?.as_ref() == Some(&name));
-        match restore_from(registry, &mut lost, (&store, version), (by, restorer), &is_newest) {
+        match restore_from(registry, &mut lost, (&shelf, &name), (by, restorer), &is_newest) {
             Ok(None) => {}
             Ok(Some((record, begins_at, weights))) => {
                 return Ok(Restored { record, snapshot: version, version: begins_at, weights, damaged });
@@ -95,12 +94,13 @@ fn newest(shelf: &Shelf, passed_over: &BTreeSet<String>) -> Result<Option<String
 fn restore_from(
     registry: &dyn Registry,
     lost: &mut ModelRecord,
-    (store, version): (&str, Version),
+    (shelf, snapshot): (&Shelf, &str),
     (by, restorer): (ShardId, &dyn Restorer),
     is_newest: &dyn Fn() -> Result<bool, SnapshotError>,
 ) -> Result<Option<(ModelRecord, Version, Option<Version>)>, CreateError> {
     let name = lost.name.clone();
-    let stored = Stored::open(Path::new(&format!("{store}#{version}")), Some(lost.block_size))?;
+    let version = Shelf::version_of(snapshot).unwrap_or_default();
+    let stored = Stored::named(shelf, snapshot, Some(lost.block_size))?;
     let (head, layout) = (stored.head(), stored.layout());
     let (mut controls, mut job) = (head.controls()?, head.record.clone());
     let (lineage, begins_at) = lost.lineage.restored(by, job.version, lost.ready);
@@ -126,7 +126,7 @@ fn restore_from(
     registry.succeed(&record, (lost.generation, lost.epoch), Instant::now() + PROMPT)?;
     let before = std::mem::replace(lost, record.clone());
     // From here on the life before adds no snapshot.
-    Shelf::open(store).map_err(SnapshotError::from)?.claim((&name, generation, &record.lineage), true)?;
+    shelf.claim((&name, generation, &record.lineage), true).map_err(CreateError::Claim)?;
     forget(&before, &all);
     if !is_newest()? {
         return Ok(None);

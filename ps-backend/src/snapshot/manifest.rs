@@ -85,13 +85,18 @@ pub(super) fn unseal(path: &Path, bytes: Vec<u8>, expected: u64) -> Result<Strin
     let text = String::from_utf8(bytes).map_err(|_| damaged("it is no text".into()))?;
     let Numbered { format: got } =
         serde_json::from_str(&text).map_err(|error| damaged(format!("it cannot be read: {error}")))?;
+    let checked = text.strip_suffix(AFTER_CHECKSUM).and_then(|text| text.rsplit_once(BEFORE_CHECKSUM));
+    // The number itself may be damaged.
+    if let Some((body, checksum)) = checked
+        && format!("{:08x}", crc32c(body.as_bytes())) != checksum
+    {
+        return Err(damaged("it is not what was written: its checksum is another one".into()));
+    }
     if got != expected {
         return Err(SnapshotError::Format { path: path.to_owned(), expected, got });
     }
-    let checked = text.strip_suffix(AFTER_CHECKSUM).and_then(|text| text.rsplit_once(BEFORE_CHECKSUM));
-    let (body, checksum) = checked.ok_or_else(|| damaged("it has no checksum at its end".into()))?;
-    if format!("{:08x}", crc32c(body.as_bytes())) != checksum {
-        return Err(damaged("it is not what was written: its checksum is another one".into()));
+    if checked.is_none() {
+        return Err(damaged("it has no checksum at its end".into()));
     }
     Ok(text)
 }

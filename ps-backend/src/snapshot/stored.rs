@@ -65,6 +65,15 @@ impl Stored {
         Ok(Stored::Packed(Box::new(reader), name))
     }
 
+    /// Opens the snapshot of this name in a store: several may be of one version.
+    ///
+    /// # Errors
+    /// [`SnapshotError`].
+    pub fn named(shelf: &Shelf, name: &str, block_size: Option<u32>) -> Result<Stored, SnapshotError> {
+        let reader = PackedReader::new(shelf.store().clone(), shelf.description(name)?, block_size)?;
+        Ok(Stored::Packed(Box::new(reader), name.to_owned()))
+    }
+
     /// The store that it is in, if it is in one.
     pub fn store(&self) -> Option<Shelf> {
         match self {

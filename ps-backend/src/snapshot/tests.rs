@@ -246,12 +246,21 @@ fn settings_that_a_snapshot_does_not_have_are_at_their_defaults() {
     assert_eq!(head.controls().unwrap(), before);
 }
 
+/// A description with the checksum of its text.
+pub(super) fn sealed_anew(text: &str) -> String {
+    let (body, _) = text.rsplit_once(",\n\"checksum\"").unwrap();
+    let crc = libmodelio::bytes::crc32c::crc32c(body.as_bytes());
+    format!("{body},\n\"checksum\": \"{crc:08x}\"}}\n")
+}
+
 #[test]
 fn another_format_is_refused_by_its_number() {
     let dir = written(&head(Reducer::Sgd, 3), PIECE_SIZE);
     let path = dir.path().join(MANIFEST);
-    let text = fs::read_to_string(&path).unwrap();
-    fs::write(&path, text.replacen("\"format\":1", "\"format\":2", 1)).unwrap();
+    let text = fs::read_to_string(&path).unwrap().replacen("\"format\":1", "\"format\":2", 1);
+    fs::write(&path, &text).unwrap();
+    assert!(Reader::open(dir.path(), None).expect_err("a flipped bit").is_damage());
+    fs::write(&path, sealed_anew(&text)).unwrap();
     let error = Reader::open(dir.path(), None).expect_err("another format");
     assert!(matches!(error, SnapshotError::Format { expected: 1, got: 2, .. }), "{error}");
 }
@@ -411,8 +420,7 @@ fn a_snapshot_without_an_identity_is_read_and_replaced() {
     let (body, _) = text.rsplit_once(",\n\"checksum\"").unwrap();
     let (start, id) = body.split_once(",\"id\":\"").unwrap();
     let body = format!("{start}{}", &id[17..]);
-    let crc = libmodelio::bytes::crc32c::crc32c(body.as_bytes());
-    fs::write(&path, format!("{body},\n\"checksum\": \"{crc:08x}\"}}\n")).unwrap();
+    fs::write(&path, sealed_anew(&format!("{body},\n\"checksum\""))).unwrap();
     assert_eq!(*verified(dir.path()).unwrap().head(), head);
     write(dir.path(), &head, PIECE_SIZE, true).unwrap();
     verified(dir.path()).unwrap();

@@ -126,7 +126,7 @@ impl Store {
 
     /// Describes a snapshot of which all parts are written.
     pub(super) fn describe(&self, (id, claim): (u64, u64), record: JobRecord, places: Places) -> String {
-        self.shelf.add((id, claim), Head { record, ..self.head.clone() }, 0, places).unwrap()
+        self.shelf.add((id, claim), Head { record, ..self.head.clone() }, 0, (places, 0)).unwrap()
     }
 
     /// The writer of a description ends while it is written.

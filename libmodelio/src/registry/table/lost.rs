@@ -68,7 +68,9 @@ impl RegistryCore {
         let before = ModelRecord::decode(&stored.bytes).map_err(Refusal::other)?;
         is_same_model(&before, &record)?;
         let (new, old) = (&record.lineage, &before.lineage);
-        let is_next = record.generation != generation && new.follows(old) && new.reserved > old.reserved;
+        // The life before may have used all of its numbers, also those that it had reserved last.
+        let is_behind = new.begins >= old.reserved && new.reserved > new.begins;
+        let is_next = record.generation != generation && new.follows(old) && is_behind;
         // Otherwise nobody would notice that whoever restores it is gone.
         if !is_next || new.by == ShardId(0) {
             return Err(Refusal::other(format_args!(

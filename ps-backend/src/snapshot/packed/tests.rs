@@ -15,7 +15,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use super::shelf::staying;
 use super::*;
 use crate::partition::store::{Home, Limits, PartitionStore, kept_range};
-use crate::snapshot::tests::{BLOCK, expected, head};
+use crate::snapshot::tests::{BLOCK, expected, head, sealed_anew};
 use crate::snapshot::{Head, Piece, SnapshotError, kinds, pieces};
 
 /// As fast as it goes.
@@ -250,8 +250,10 @@ fn a_snapshot_of_a_newer_format_is_refused_by_its_number_and_is_not_damaged() {
     let ((dir, shelf), head) = (shelf(), head(Reducer::Adam, 7));
     let (name, _) = write(&shelf, 1, &head, &contents(&head), 1, &Places::default());
     let path = dir.path().join(format!("snapshots/{name}.json"));
-    let text = fs::read_to_string(&path).unwrap();
-    fs::write(&path, text.replacen("\"format\":2", "\"format\":3", 1)).unwrap();
+    let text = fs::read_to_string(&path).unwrap().replacen("\"format\":2", "\"format\":3", 1);
+    fs::write(&path, &text).unwrap();
+    assert!(shelf.description(&name).unwrap_err().is_damage(), "a flipped bit");
+    fs::write(&path, sealed_anew(&text)).unwrap();
     let why = shelf.description(&name).unwrap_err();
     assert!(matches!(why, SnapshotError::Format { expected: 2, got: 3, .. }), "{why}");
     // A newer gradfs can go on from it.

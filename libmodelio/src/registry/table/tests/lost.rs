@@ -155,6 +155,23 @@ fn a_restoration_whose_shard_dies_is_begun_again() {
 }
 
 #[test]
+fn a_next_life_begins_behind_numbers_that_were_reserved_meanwhile() {
+    on_each(|table| {
+        let mut core = table();
+        two_shards(&mut core);
+        let early = next(&first(), 8, 2);
+        // Also if its own numbers reach beyond those.
+        let longer = Lineage { reserved: Version(early.lineage.reserved.0 << 2), ..early.lineage.clone() };
+        keep(&mut core, 1, early.lineage.reserved.0 - 1, "/s").unwrap();
+        for record in [&early, &ModelRecord { lineage: longer, ..early.clone() }] {
+            succeed(&mut core, record, 7).unwrap_err();
+        }
+        let behind = next(&get(&mut core, "m").unwrap(), 8, 2);
+        succeed(&mut core, &behind, 7).unwrap();
+    });
+}
+
+#[test]
 fn a_next_life_is_of_the_same_lineage_and_begins_with_new_numbers() {
     on_each(|table| {
         let mut core = table();
