@@ -428,7 +428,8 @@ def test_shards_that_are_told_to_end_take_a_last_snapshot(cluster, gradfs, model
     for shard in job.cluster.shards:
         shard.process.send_signal(signal.SIGTERM)
     # Until all have been told, one may try to hand its blocks to the others.
-    assert [shard.process.wait(90) for shard in job.cluster.shards] == [0, 0, 0]
+    ended = [shard.process.wait(90) for shard in job.cluster.shards]
+    assert ended == [0, 0, 0], "\n".join(shard.stderr() for shard in job.cluster.shards)
     assert listed(gradfs, store)[-1] == 4
     job.kill()
     assert Job(cluster, 2, "--from", store).mount.weights() == whole_on_shards[0]

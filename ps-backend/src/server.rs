@@ -184,6 +184,15 @@ impl Server {
         !self.shared.models.lock().is_empty()
     }
 
+    /// Marks the shard in the registry, so that it takes no more models. So others that end as well move nothing here.
+    pub fn take_no_more(&self) {
+        let shard = self.shard();
+        let marked = self.shared.directory.ask(|registry, deadline| registry.drain(shard, deadline));
+        if let Err(error) = marked {
+            tracing::warn!(%error, "the registry does not hear that this shard takes no more models");
+        }
+    }
+
     /// Has the last snapshots of all models taken whose jobs have a store, before the shard ends.
     pub fn save_all(&self, within: Duration) -> Vec<LastSnapshot> {
         snapshots::last::save_all(&self.shared, moving::between_shards, within)

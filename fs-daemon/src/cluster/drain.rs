@@ -137,13 +137,12 @@ pub(super) struct HandOver<'a> {
 }
 
 impl<'a> HandOver<'a> {
-    /// Marks a shard, so that it takes no more models. Nothing if there is no other one, or the registry does not answer.
+    /// Looks for other shards. Nothing if there is none, or the registry does not answer.
     pub(super) fn begin(registry: &'a RegistryAt, shard: ShardId) -> Option<HandOver<'a>> {
         let table = self::registry(registry).ok()?;
         let shards = table.shards(deadline()).ok()?;
         let (ours, others): (Vec<_>, Vec<_>) = shards.into_iter().partition(|of| of.shard == shard);
         let shard = ours.into_iter().next().filter(|_| !others.is_empty())?;
-        table.drain(shard.shard, deadline()).ok()?;
         Some(HandOver { registry, table, shard })
     }
 

@@ -151,11 +151,13 @@ impl Stop<'_> {
     /// Has the last snapshots taken, and then moves the models to other shards, which disturbs no job. So whatever
     /// becomes of the move, nothing is lost. A model that has no store and does not move is lost, as people must know.
     fn keep_all(&self, server: &Server) -> Result<(), Error> {
+        let begun = Instant::now();
+        if !self.within.is_zero() {
+            server.take_no_more();
+        }
         if !server.holds_models() {
             return Ok(());
         }
-        let begun = Instant::now();
-        // From now on others that end as well move nothing here.
         let registry = self.registry.filter(|_| !self.within.is_zero());
         let hand_over = registry.and_then(|registry| HandOver::begin(registry, server.shard()));
         let left = || self.within.saturating_sub(begun.elapsed());

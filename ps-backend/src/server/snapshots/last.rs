@@ -9,7 +9,7 @@ use libmodelio::wire::{Message, Refusal};
 
 use super::take;
 use crate::server::peer_shard::{AnswersHere, PeerShard};
-use crate::server::shared::Shared;
+use crate::server::shared::{HostedModel, Shared};
 use crate::snapshot::Shelf;
 
 /// The pause before the coordinator is asked again.
@@ -29,6 +29,21 @@ struct Held {
     may_have_store: bool,
 }
 
+impl Held {
+    fn of(name: &str, model: &HostedModel) -> Held {
+        let settings = model.coordinator.as_ref().map(|coordinator| coordinator.snapshots().1);
+        let to = settings.as_ref().map_or(&model.record.controls.snapshots.to, |settings| &settings.to);
+        Held {
+            name: name.to_owned(),
+            generation: model.generation,
+            epoch: model.partition.epoch,
+            coordinator: model.record.coordinator,
+            wanted: model.partition.progress().0,
+            may_have_store: !to.is_empty() || model.copied.is_some(),
+        }
+    }
+}
+
 /// What has become of a model: the version that is in its store, nothing if it has no store, or why it is lost.
 pub type LastSnapshot = (String, Result<Option<Version>, String>);
 
@@ -41,56 +56,54 @@ pub(in crate::server) fn save_all(
     let deadline = Instant::now() + within;
     let held: Vec<Held> = {
         let models = shared.models.lock();
-        let held = models.iter().map(|(name, model)| {
-            let settings = model.coordinator.as_ref().map(|coordinator| coordinator.snapshots().1);
-            let to = settings.as_ref().map_or(&model.record.controls.snapshots.to, |settings| &settings.to);
-            Held {
-                name: name.clone(),
-                generation: model.generation,
-                epoch: model.partition.epoch,
-                coordinator: model.record.coordinator,
-                wanted: model.partition.progress().0,
-                may_have_store: !to.is_empty() || model.copied.is_some(),
-            }
-        });
-        held.collect()
+        models.iter().map(|(name, model)| Held::of(name, model)).collect()
     };
-    let saved = held.into_iter().map(|held| {
-        let saved = save(shared, &held, here, deadline);
-        (held.name, saved)
+    let saved = held.into_iter().filter_map(|held| {
+        let name = held.name.clone();
+        Some((name, save(shared, held, here, deadline)?))
     });
     saved.collect()
 }
 
+/// What becomes of one. Nothing if it has gone to other shards meanwhile.
 fn save(
     shared: &Arc<Shared>,
-    held: &Held,
+    mut held: Held,
     here: AnswersHere,
     deadline: Instant,
-) -> Result<Option<Version>, String> {
+) -> Option<Result<Option<Version>, String>> {
     if !held.may_have_store {
-        return Ok(None);
+        return Some(Ok(None));
     }
-    let mut snapshot = random()?;
+    let wanted = held.wanted;
+    let mut snapshot = random();
     loop {
         // The coordinator may have ended after all parts were written.
-        if let Some(version) = is_stored(shared, held) {
-            return Ok(Some(version));
+        if let Some(version) = is_stored(shared, &held, wanted) {
+            return Some(Ok(Some(version)));
         }
-        let why = match ask(shared, held, snapshot, here) {
-            Ok(Message::Saved { version, ended: true, .. }) => return Ok(Some(version)),
+        let asked = match &snapshot {
+            Ok(snapshot) => ask(shared, &held, *snapshot, here),
+            Err(why) => return Some(Err(why.clone())),
+        };
+        let why = match asked {
+            Ok(Message::Saved { version, ended: true, .. }) => return Some(Ok(Some(version))),
             Ok(Message::Saved { .. }) => "it is still being written".to_owned(),
             Ok(other) => format!("the coordinator answers with {}", other.name()),
-            Err(Refusal::Control(_)) => return Ok(None),
+            Err(Refusal::Control(_)) => return Some(Ok(None)),
             Err(refusal) => {
-                snapshot = random()?;
+                snapshot = random();
                 std::thread::sleep(PAUSE);
                 refusal.to_string()
             }
         };
         if Instant::now() >= deadline {
-            return Err(why);
+            return Some(Err(why));
         }
+        // Others that end may have moved blocks.
+        let models = shared.models.lock();
+        let now = models.get(&held.name).filter(|model| model.generation == held.generation)?;
+        held = Held::of(&held.name, now);
     }
 }
 
@@ -100,14 +113,15 @@ fn random() -> Result<u64, String> {
     Ok(u64::from_le_bytes(random))
 }
 
-/// The version of the last snapshot that this shard has written a part of, if it is in its store and new enough.
-fn is_stored(shared: &Shared, held: &Held) -> Option<Version> {
+/// The version of the last snapshot that this shard has written a part of, if it is in its store and has a version that is
+/// `wanted`, or a newer one.
+fn is_stored(shared: &Shared, held: &Held, wanted: Version) -> Option<Version> {
     let models = shared.models.lock();
     let (snapshot, to) = models.get(&held.name)?.copied.clone()?;
     drop(models);
     let names = Shelf::open(&to).ok()?.names().ok()?;
     let name = names.iter().find(|name| name.ends_with(&format!("-{snapshot:016x}")))?;
-    Shelf::version_of(name).filter(|version| *version >= held.wanted)
+    Shelf::version_of(name).filter(|version| *version >= wanted)
 }
 
 fn ask(shared: &Arc<Shared>, held: &Held, snapshot: u64, here: AnswersHere) -> Result<Message, Refusal> {
