@@ -41,8 +41,9 @@ class Harm:
     @property
     def bound(self):
         """The job goes on so many seconds after the kill, or the start of all that it needs. What lasts adds its time, but a
-        shard no more than its lease: then others take its place."""
-        return min(self.seconds, LISTED) + SOON
+        shard no more than its lease: then others take its place. Nobody takes that of a store."""
+        lasts = min(self.seconds, LISTED) if self.felt is at_once else self.seconds
+        return lasts + SOON
 
 
 def kill(*victims, **options):

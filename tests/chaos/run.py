@@ -139,6 +139,9 @@ class Run:
             at, limit = max(victim.started for victim in harm.victims), Limit(harm.bound)
         self.pass_on(harm.seconds - (time.monotonic() - at))
         self.until(harm.felt, lambda: f"anybody has felt that {harm.words}")
+        # It has lasted until somebody felt it.
+        harm.seconds = max(harm.seconds, time.monotonic() - at)
+        limit.seconds = max(limit.seconds, harm.bound)
         harm.heals()
         self.until(lambda: self.first, lambda: f"a step that is acknowledged after {harm.words}")
         took = self.first - at

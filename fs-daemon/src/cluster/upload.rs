@@ -96,7 +96,10 @@ fn store_of(record: &ModelRecord) -> Result<(Shelf, Generation), Error> {
         return Err(refused(SnapshotError::Nothing("it has no place for snapshots (snapshot_to)".into())));
     }
     let shelf = Shelf::open(url).map_err(|error| refused(error.into()))?;
-    shelf.check_claim(record.generation).map_err(refused)?;
+    if shelf.check_claim(record.generation).map_err(refused)? == 0 {
+        let why = format!("{} has none of them, as this host sees it", shelf.url());
+        return Err(refused(SnapshotError::Nothing(why)));
+    }
     Ok((shelf, record.generation))
 }
 

@@ -8,8 +8,11 @@ use super::shape::Shape;
 use super::{Action, CoordinatorCore, Now};
 use crate::core::JobRecord;
 
-/// Mounts that live bring their learners back within this, however long their steps take.
+/// Mounts that live bring their learners back within this, and the time in which they have the weights, however long their
+/// steps take.
 const COME_BACK: Now = Now::from_secs(5);
+/// Mounts have weights at this rate at least: a link of 1 Gbit/s has.
+const BYTES_PER_SECOND: u64 = 100_000_000;
 
 /// The received state does not fit this model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -103,11 +106,12 @@ impl CoordinatorCore {
         Ok(self)
     }
 
-    /// The job was restored after blocks were lost: after a time, and after `lease` at the latest, it goes on without
-    /// learners that do not come back.
+    /// The job was restored after blocks were lost: after a time for its bytes of weights, and after `lease` at the latest, it
+    /// goes on without learners that do not come back.
     #[must_use]
-    pub fn after_loss(mut self, lease: Now) -> CoordinatorCore {
-        self.core.goes_on_at(COME_BACK, lease);
+    pub fn after_loss(mut self, weights: u64, lease: Now) -> CoordinatorCore {
+        let pulled = Now::from_millis(weights.saturating_mul(1000) / BYTES_PER_SECOND);
+        self.core.goes_on_at(COME_BACK.saturating_add(pulled), lease);
         self.core.set_durable(self.core.version());
         self
     }

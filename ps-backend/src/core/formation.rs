@@ -12,7 +12,7 @@ pub(super) struct Formation {
     counts_anew: bool,
     /// The job was restored: those that have come back until then are enough.
     comes_back_by: Option<Now>,
-    /// If none had come back, those that have come back later are enough from then on.
+    /// If too few had come back, those that have come back later are enough from then on.
     goes_on_at: Option<Now>,
 }
 
@@ -21,7 +21,8 @@ impl Formation {
         self.is_formed
     }
 
-    /// The job was restored. Learners that are lost are waited for until `soon` if others have come back, else until `at`.
+    /// The job was restored. Learners that are lost are waited for until `soon` if enough others have come back, else until
+    /// `at`.
     pub(super) fn goes_on_at(&mut self, soon: Now, at: Now) {
         (self.comes_back_by, self.goes_on_at) = (Some(soon), Some(at));
     }

@@ -63,8 +63,8 @@ impl JobCore {
         }
     }
 
-    /// The job was restored after blocks were lost. It waits for its learners until `soon`, if some have come back by then.
-    /// If none has, or if the job is deterministic, it waits until `at`.
+    /// The job was restored after blocks were lost. It waits for its learners until `soon`, if enough have come back by
+    /// then. If not, or if the job is deterministic, it waits until `at`.
     pub fn goes_on_at(&mut self, soon: Now, at: Now) {
         let soon = if self.controls.deterministic { at } else { soon.min(at) };
         self.formation.goes_on_at(soon, at);

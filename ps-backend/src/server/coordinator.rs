@@ -182,7 +182,7 @@ impl Coordinator {
             Begins::AtRecord(begins) => {
                 let core = new()?.restored(begins).map_err(|error| error.to_string())?;
                 let lease = record.controls.lease;
-                if record.lineage.restored > 0 { core.after_loss(lease) } else { core }
+                if record.lineage.restored > 0 { core.after_loss(layout.size(), lease) } else { core }
             }
             Begins::HandedOver(bytes, now) => {
                 let core = CoordinatorCore::taken_over(bytes, &layout, ways.len(), now);

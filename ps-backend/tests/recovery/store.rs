@@ -133,9 +133,7 @@ impl Store {
     pub(super) fn tear(&self, name: &str, torn: Torn, at: usize) {
         let mut objects = self.memory.objects();
         let object = objects.get_mut(&format!("snapshots/{name}.json")).unwrap();
-        // Another number of the format is no damage: an older release leaves such a snapshot alone.
-        let from = "{\"format\":2".len();
-        let at = from + at % (object.len() - from);
+        let at = at % object.len();
         match torn {
             Torn::Cut => object.truncate(at),
             Torn::Changed => object[at] ^= 1,

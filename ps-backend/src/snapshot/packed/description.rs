@@ -19,7 +19,7 @@ pub struct Description {
     pub head: Head,
     /// When it was taken, in seconds since 1970.
     pub taken: u64,
-    /// So many snapshots before it have, one after the other, data that it may have in common with them.
+    /// The number of snapshots since the last one without a base.
     #[serde(default)]
     pub after_full: u32,
     /// Where its pieces lie.

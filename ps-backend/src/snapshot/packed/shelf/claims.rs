@@ -113,7 +113,8 @@ impl Shelf {
     /// # Errors
     /// [`SnapshotError::Claimed`] if another one has the store; nothing is removed then.
     pub fn clear(&self, generation: Generation) -> Result<usize, SnapshotError> {
-        if self.check_claim(generation)? == 0 {
+        let last = self.check_claim(generation)?;
+        if last == 0 {
             return Ok(0);
         }
         let names = self.names()?;
@@ -122,8 +123,10 @@ impl Shelf {
         let mut ours = packs.iter().filter(|of| snapshot_of(&of.name).is_some());
         ours.try_for_each(|of| self.store().delete(&of.name))?;
         [DESCRIPTIONS, PACKS].into_iter().try_for_each(|folder| self.store().tidy(folder))?;
-        // The last one at the end.
-        self.claims()?.iter().try_for_each(|(_, name)| self.store().delete(name))?;
+        // The last one at the end. Whoever has claimed the store meanwhile keeps it.
+        let claims = self.claims()?;
+        let mut ours = claims.iter().filter(|(number, _)| *number <= last);
+        ours.try_for_each(|(_, name)| self.store().delete(name))?;
         Ok(names.len())
     }
 }
