@@ -237,12 +237,11 @@ impl Calls {
                 tracing::warn!(model = name, learner = learner.name, "does not join as it was: {error}");
             }
         }
-        if let (Some(tree), Some(before)) = (tree, &tree_before) {
-            self.fs.take_views(&tree, before);
-            tree.take_readers(before);
+        if let (Some(tree), Some(before)) = (&tree, &tree_before) {
+            self.fs.take_views(tree, before);
         }
         drop(model);
-        let index = tree_before.map(|tree| tree.index);
+        let index = tree_before.as_ref().map(|tree| tree.index);
         self.fs.hide(before);
         kernel.forget_name(ROOT_INO, &name);
         before.whole().job.roll_back();
@@ -252,6 +251,10 @@ impl Calls {
             index.iter().for_each(|index| self.wake(*index, what));
         }
         tracing::warn!(model = name, "restored: shown in its new life");
+        // Nobody waits for these.
+        if let (Some(tree), Some(before)) = (tree, tree_before) {
+            tree.take_readers(&before);
+        }
     }
 
     /// Ends the jobs of models that are gone, once nobody uses their files. Must not be called from within a request.

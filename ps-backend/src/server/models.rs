@@ -116,6 +116,7 @@ pub(super) fn delete(shared: &Shared, name: &str, generation: Generation) -> Adm
             coordinator.stop(&Refusal::NoModel(name.to_owned()));
         }
         model.partition.is_deleted();
+        shared.snapshots.saves.give_up(generation);
         shared.standing.lock().was_deleted(name, generation);
     }
     tracing::info!(model = %name, "deleted");

@@ -157,6 +157,12 @@ impl Saves {
         }
     }
 
+    /// Nobody wants a save of this model any more: it is deleted.
+    pub(super) fn give_up(&self, model: Generation) {
+        let all = self.0.lock();
+        all.iter().filter(|((of, ..), _)| *of == model).for_each(|(_, save)| *save.asked.lock() = None);
+    }
+
     /// Whether a whole snapshot of a model is being saved.
     pub(super) fn is_running(&self, model: Generation) -> bool {
         Saves::find_running(&self.0.lock(), model).is_some()

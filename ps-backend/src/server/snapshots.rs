@@ -124,7 +124,7 @@ fn write_all(
         if now != epoch {
             return Err(Refusal::Epoch { expected: now, got: epoch });
         }
-        let claim = shelf.check_claim(generation).map_err(Refusal::other)?;
+        let claim = shelf.own_claim(generation).map_err(Refusal::other)?;
         let (of, settings) = (taken.record.clone(), taken.settings.clone());
         let head = Head::of(&record, of, settings).map_err(Refusal::other)?;
         shelf

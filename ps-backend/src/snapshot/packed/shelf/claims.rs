@@ -58,6 +58,15 @@ impl Shelf {
         }
     }
 
+    /// The number of this life's claim, which it has made before.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Claimed`]; [`SnapshotError::Nothing`] if all snapshots were removed since ([`Self::clear`]).
+    pub fn own_claim(&self, generation: Generation) -> Result<u64, SnapshotError> {
+        let cleared = || SnapshotError::Nothing(format!("the snapshots of {} were removed", self.url()));
+        Some(self.check_claim(generation)?).filter(|number| *number > 0).ok_or_else(cleared)
+    }
+
     fn claimed(&self, Claim { model, generation, .. }: Claim) -> SnapshotError {
         SnapshotError::Claimed { store: self.url().to_owned(), model, generation }
     }

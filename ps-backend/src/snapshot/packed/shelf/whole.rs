@@ -42,7 +42,7 @@ impl Shelf {
         let pace = (&Pace::default(), is_stepping);
         let part = write_part(&**self.store(), &name, &base.places, pace, copied.pieces(), &|_| Ok(()))?;
         self.check_packs(&part.places)?;
-        let claim = self.check_claim(generation)?;
+        let claim = self.own_claim(generation)?;
         self.add((snapshot, claim), head, now(), (part.places, base.after_full))?;
         Ok(part.written)
     }
