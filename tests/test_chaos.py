@@ -25,7 +25,7 @@ def lives_through(tmp_path, kinds, minutes=0, **options):
     print("\n".join(said))
     figures = {figure["name"]: figure for figure in json.loads(file.read_text())}
     assert f"--seed {SEED}" in said[0] and (figures["recovery_seconds"]["target"], SOON) == (10, 10)
-    missing = [kind for kind in kinds if f"harms {kind}" not in figures or figures[f"seconds {kind}"]["value"] <= 0]
+    missing = [kind for kind in kinds if f"harms {kind}" not in figures or f"seconds {kind}" not in figures]
     assert not missing, said
     assert figures["harms"]["value"] == sum(figures[f"harms {kind}"]["value"] for kind in kinds)
 

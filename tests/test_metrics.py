@@ -5,6 +5,7 @@ docs/operate/metrics.md has the table of names.
 
 import contextlib
 import re
+import shutil
 import socket
 import subprocess
 import urllib.error
@@ -156,6 +157,26 @@ def has_ipv6():
     with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
         return True
     return False
+
+
+def test_metrics_of_snapshots_are_those_of_the_status(cluster, tmp_path):
+    one, store = cluster(0), tmp_path / "store"
+    shard = one.add_shard("--metrics", ANY)
+    one.create("m", size=BLOCK, block_size=BLOCK, reducer="sum", consistency="async", snapshot_to=store, snapshot_every=1)
+    mount = one.mount(models=["m"])
+    mount.contribute(np.ones(BLOCK // 4, "<f4"))
+    eventually(lambda: (mount.model / "durable_version").read_text() == "1\n")
+    eventually(lambda: one.coordinator("m")["snapshots"]["durable_version"] == 1)
+    status, seen = one.coordinator("m")["snapshots"], Metrics(shard)
+    assert seen("gradfs_durable_version", model="m") == 1 and seen("gradfs_snapshot_failures_total", model="m") == 0
+    assert seen("gradfs_snapshot_seconds", model="m") == pytest.approx(status["seconds"])
+    assert seen("gradfs_snapshot_written_bytes", model="m") == status["written_bytes"] > 0
+    assert seen("gradfs_snapshot_age_seconds", model="m") >= status["age_seconds"] >= 0
+    shutil.rmtree(store)
+    store.write_text("in the way")
+    mount.contribute(np.ones(BLOCK // 4, "<f4"))
+    eventually(lambda: Metrics(shard)("gradfs_snapshot_failures_total", model="m") > 0)
+    store.unlink()
 
 
 def test_metrics_of_a_shard_are_those_of_its_status(cluster):

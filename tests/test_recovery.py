@@ -410,7 +410,7 @@ def packs(job, version):
     return [about, *(job.store / name for name in names)]
 
 
-@pytest.mark.parametrize("damage", ["a flipped bit", "a missing pack", "a description that is cut"])
+@pytest.mark.parametrize("damage", ["a flipped bit", "a missing pack", "half a pack", "a description that is cut"])
 def test_a_damaged_snapshot_is_passed_over_for_the_one_before(apart, tmp_path, damage):
     job = Job(apart(3), tmp_path / "store", snapshot_keep=9)
     before, newest = job.steps(4), job.steps(1)
@@ -420,6 +420,8 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(apart, tmp_path, d
         flip(of[1])
     elif damage == "a missing pack":
         of[1].unlink()
+    elif damage == "half a pack":
+        os.truncate(of[1], of[1].stat().st_size // 2)
     else:
         about.write_text(about.read_text()[:200])
     job.other().kill()
@@ -429,6 +431,17 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(apart, tmp_path, d
     assert job.shown() == 5 and version == before and begins in (1 << 20, 2 << 20)
     (line,) = [line for line in job.log().splitlines() if "a snapshot was passed over" in line]
     assert f"version {newest}: " in line and (of[1].name in line or about.name in line), line
+
+
+def test_a_damaged_claim_is_taken_over_by_the_job_that_is_restored(apart, tmp_path):
+    job = Job(apart(3), tmp_path / "store")
+    job.steps(4)
+    for claim in (job.store / "claims").iterdir():
+        flip(claim)
+    job.other().kill()
+    job.goes_on("a damaged claim")
+    assert job.shown() == 5
+    job.is_durable()
 
 
 def lost_by(job):

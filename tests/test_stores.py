@@ -256,6 +256,9 @@ def test_a_snapshot_is_taken_by_command_into_the_jobs_own_store(cluster, gradfs,
     done = job.cluster.run("snapshot", "m", "--wait")
     assert done.returncode == 0 and "saved version 1 of m" in done.stdout, done
     assert listed(gradfs, tmp_path / "store") == [1]
+    train(job.mount, range(1, 2))
+    assert job.cluster.run("snapshot", "m").returncode == 0
+    eventually(lambda: listed(gradfs, tmp_path / "store") == [1, 2])
 
 
 def test_older_snapshots_go_and_what_others_need_stays(cluster, gradfs, tmp_path):
@@ -363,6 +366,29 @@ def test_up_with_a_state_goes_on_by_itself(start_mount, gradfs, model, tmp_path)
     assert done.returncode == 2 and "snapshots of one model" in done.stderr, done
 
 
+def test_up_with_the_state_of_another_model_or_a_damaged_one_is_refused(start_mount, gradfs, model, tmp_path):
+    store, mnt = tmp_path / "state", tmp_path / "mnt"
+    mnt.mkdir()
+    first = start_mount(model, state=store, name="m", **{**SETTINGS, "snapshot_every": 1})
+    join(first)
+    for step in range(2):
+        train(first, [step])
+        eventually(lambda: durable(first) == first.version())
+    first.stop()
+    done = gradfs("up", "--state", store, model, "--name", "other", mnt)
+    assert done.returncode == 1 and "the snapshots of model \"m\"" in done.stderr and "--name m" in done.stderr, done
+    (newest,) = (store / "snapshots").glob("*-v2-*.json")
+    newest.write_text(newest.read_text()[:200])
+    done = gradfs("up", "--state", store, model, "--name", "m", mnt)
+    assert done.returncode == 1 and newest.name in done.stderr and f"--from {store}#VERSION" in done.stderr, done
+    older = start_mount("--from", f"{store}#1", snapshot_to=store, name="m")
+    assert older.version() == 1
+    join(older)
+    train(older, range(1, 2))
+    older.stop()
+    assert start_mount(state=store, size="1MiB", name="m").version() == 2
+
+
 def test_a_job_of_one_process_takes_snapshots_and_a_last_one_when_it_stops(start_mount, gradfs, model, tmp_path):
     store = tmp_path / "store"
     first = start_mount(model, snapshot_to=store, snapshot_every=2, name="m", **SETTINGS)
@@ -379,6 +405,9 @@ def test_a_job_of_one_process_takes_snapshots_and_a_last_one_when_it_stops(start
     join(second)
     train(second, range(3, 5))
     eventually(lambda: durable(second) == 5)
+    seen = eventually(lambda: second.status()["snapshots"])
+    assert seen["durable_version"] == 5 and seen["failures"] == 0 and seen["bytes"] >= seen["written_bytes"] > 0
+    assert 0 <= seen["age_seconds"] < HANGS and seen["why"] is None
 
 
 def test_files_of_others_in_a_store_are_left_alone(cluster, gradfs, model, tmp_path):

@@ -40,6 +40,14 @@ impl Error {
         self
     }
 
+    /// Adds what to do where a job cannot go on from the newest snapshot of its own store.
+    pub fn of_own_store(self, store: &str) -> Error {
+        self.hint(format!(
+            "gradfs snapshots {store} lists older ones: in place of --state, --from {store}#VERSION --snapshot-to {store} \
+             goes on from one"
+        ))
+    }
+
     /// Adds where the text is from that is wrong.
     pub fn of(self, origin: &str) -> Error {
         Error { message: format!("{origin}: {}", self.message), ..self }

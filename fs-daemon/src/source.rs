@@ -42,6 +42,20 @@ impl Source {
         url.is_some_and(|url| stores::absolute_url(&url) == store)
     }
 
+    /// Refuses a snapshot of another model than `name` where the store is to be that model's own.
+    ///
+    /// # Errors
+    /// Names both.
+    pub fn check_owner(&self, name: &str, owns_store: bool) -> Result<(), Error> {
+        match self.snapshot.as_ref().map(|snapshot| &snapshot.head().model).filter(|_| owns_store) {
+            Some(other) if other != name => {
+                Err(Error::new(format!("the store has the snapshots of model {other:?}, not of {name:?}"))
+                    .hint(format!("give {name} another --state, or go on with that model by --name {other}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Looks at what model `name` starts from.
     ///
     /// # Errors

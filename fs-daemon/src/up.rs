@@ -36,7 +36,8 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
         let mut sources = Vec::new();
         let mut needed = MemoryUse::default();
         for spec in &config.models {
-            let source = open(spec, &config, &controls)?;
+            let source = open(spec, &config, &controls).map_err(|error| of_state(&config, error))?;
+            source.check_owner(&spec.name, config.owns_store)?;
             needed = needed.with(MemoryUse::of_one_process(&source.layout, &controls, copies_of(&config)));
             let dir = match &spec.source {
                 ModelSource::File(path) if path.is_dir() => Some(path),
@@ -55,7 +56,8 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
             let store = stores::absolute_url(&controls.snapshots.to);
             let takes_over = config.owns_store || source.goes_on_in(&store, name);
             let takes_over = takes_over.then_some(store);
-            let mut model = load(name, source, (&executor, config.state), &controls)?;
+            let loaded = load(name, source, (&executor, config.state), &controls);
+            let mut model = loaded.map_err(|error| of_state(&config, error))?;
             model.companions = companions;
             savers.extend(saver(&model, takes_over));
             models.push(Arc::new(model));
@@ -147,6 +149,15 @@ fn open(spec: &ModelSpec, config: &UpConfig, controls: &Controls) -> Result<Sour
     source.check_types(name, controls)?;
     memory::check(name, &source.layout, controls, copies_of(config))?;
     Ok(source)
+}
+
+/// Why a job does not go on from its own store, with what to do.
+fn of_state(config: &UpConfig, error: Error) -> Error {
+    let is_snapshot = |source: &ModelSource| matches!(source, ModelSource::Snapshot { .. });
+    if !config.owns_store || !config.models.iter().any(|spec| is_snapshot(&spec.source)) {
+        return error;
+    }
+    error.of_own_store(&config.controls.snapshots.to)
 }
 
 fn load(

@@ -144,7 +144,8 @@ class Run:
         limit.seconds = max(limit.seconds, harm.bound)
         harm.heals()
         self.until(lambda: self.first, lambda: f"a step that is acknowledged after {harm.words}")
-        took = self.first - at
+        # The job may go on before the last of all processes is there.
+        took = max(self.first - at, 0.0)
         self.seconds[name].append(took)
         self.tell(f"{time.monotonic() - self.begun:6.1f} s  {took:6.2f} s to the next step  {name}: {harm.words}")
         judge(harm, took, limit)

@@ -281,6 +281,8 @@ impl Vocabulary {
             layers[0].set(snapshot_to, [url]);
             return Ok(());
         }
+        Stored::open(Path::new(&url), None)
+            .map_err(|error| Error::from(error).of_own_store(&state.display().to_string()))?;
         layers
             .iter_mut()
             .for_each(|layer| ["size", "dtype"].into_iter().for_each(|key| drop(layer.take(key))));

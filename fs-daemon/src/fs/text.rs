@@ -149,6 +149,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "waits_for_learners": waits_for_learners,
         "held_by": state.held_by,
         "durable_version": state.durable.map(|version| version.0),
+        "snapshots": whole.snapshots_here(),
         "restored": whole.job.lineage().restored,
         "waits_for_more_learners": status.late.as_ref().map_or(0, |(late, _)| late.more),
         "version": version,

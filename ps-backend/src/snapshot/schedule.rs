@@ -21,7 +21,7 @@ pub struct SavedSnapshot {
 }
 
 /// The snapshots of a job that are taken by themselves.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct SnapshotSchedule {
     /// The store that all of this is of.
     to: String,

@@ -65,12 +65,15 @@ impl Stored {
         Ok(Stored::Packed(Box::new(reader), name))
     }
 
-    /// Opens the snapshot of this name in a store: several may be of one version.
+    /// Opens the snapshot of this name in a store, whose packs are all there in their whole length. Several may be of one
+    /// version.
     ///
     /// # Errors
     /// [`SnapshotError`].
     pub fn named(shelf: &Shelf, name: &str, block_size: Option<u32>) -> Result<Stored, SnapshotError> {
-        let reader = PackedReader::new(shelf.store().clone(), shelf.description(name)?, block_size)?;
+        let description = shelf.description(name)?;
+        shelf.check_packs(&description.places)?;
+        let reader = PackedReader::new(shelf.store().clone(), description, block_size)?;
         Ok(Stored::Packed(Box::new(reader), name.to_owned()))
     }
 

@@ -15,7 +15,7 @@
 //! - The record of a version says how many steps of each learner it has.
 //! - All learners go on once all is well.
 //!
-//! `GRADFS_SIM_SEEDS` sets how many runs are made, from `GRADFS_SIM_FROM` on. `GRADFS_SIM_SEED` makes one and prints what
+//! `GRADFS_RECOVERY_SEEDS` sets how many runs are made, from `GRADFS_SIM_FROM` on. `GRADFS_SIM_SEED` makes one and prints what
 //! happens.
 
 mod content;
@@ -59,7 +59,7 @@ fn what_was_durable_outlives_every_loss() {
         run(seed, true);
         return;
     }
-    let seeds = number("GRADFS_SIM_SEEDS").unwrap_or(SEEDS);
+    let seeds = number("GRADFS_RECOVERY_SEEDS").unwrap_or(SEEDS);
     let from = number("GRADFS_SIM_FROM").unwrap_or(0);
     let next = AtomicU64::new(from);
     let totals = [const { AtomicU64::new(0) }; COUNTED.len()];

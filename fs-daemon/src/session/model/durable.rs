@@ -7,6 +7,7 @@ use libmodelio::registry::{self, Registry, RegistryError};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::ModelRecord;
 use ps_backend::snapshot::AskedSnapshot;
+use serde_json::Value;
 
 use super::{Model, Snapshots};
 use crate::session::error::{CallError, CallResult};
@@ -38,6 +39,12 @@ impl Model {
             Snapshots::Never(_) => Err(CallError::new(libc::EOPNOTSUPP, "a view has no snapshots")),
             Snapshots::PartOf(whole) => whole.make_durable(),
         }
+    }
+
+    /// What has come of the snapshots that this process takes. None if others do, or nobody.
+    pub fn snapshots_here(&self) -> Option<Value> {
+        let Snapshots::Here(shard) = &self.whole().snapshots else { return None };
+        shard.upgrade()?.saver()?.status()
     }
 
     fn ask_for_snapshot(&self, at: &str, wanted: Version, until: Instant) -> CallResult<()> {

@@ -9,6 +9,7 @@ use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::Lineage;
 use parking_lot::Mutex;
+use serde_json::Value;
 
 use super::LocalShard;
 use crate::server::partition::StepWatch;
@@ -33,6 +34,8 @@ pub struct Saver {
     hurries: AtomicBool,
     /// Held while a snapshot is written.
     schedule: Mutex<SnapshotSchedule>,
+    /// What has come of the last one.
+    told: Mutex<SnapshotSchedule>,
 }
 
 impl Saver {
@@ -45,9 +48,10 @@ impl Saver {
     ) -> Arc<Saver> {
         let (of, model, layout) = (shard.clone(), model.to_owned(), Arc::clone(layout));
         let (takes_over, started) = (Mutex::new(takes_over), Instant::now());
-        let (hurries, schedule) = (AtomicBool::new(false), Mutex::default());
+        let (hurries, schedule, told) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
         let saver =
-            Arc::new(Saver { shard: of, model, layout, metadata, takes_over, started, hurries, schedule });
+            Saver { shard: of, model, layout, metadata, takes_over, started, hurries, schedule, told };
+        let saver = Arc::new(saver);
         if let Some(shard) = shard.upgrade() {
             let _ = shard.saver.set(Arc::downgrade(&saver));
         }
@@ -60,6 +64,12 @@ impl Saver {
             std::thread::sleep(TICK);
             savers.retain(|saver| saver.look());
         }
+    }
+
+    /// What has come of the last snapshot: versions, seconds and bytes. None without a store.
+    pub fn status(&self) -> Option<Value> {
+        let told = self.told.lock();
+        (!told.to().is_empty()).then(|| told.status(self.started.elapsed()))
     }
 
     /// Takes a snapshot if one is due. Returns whether the model is there.
@@ -114,6 +124,7 @@ impl Saver {
                 }
             }
         }
+        *self.told.lock() = schedule.clone();
     }
 
     fn write(&self, shard: &LocalShard) -> Result<SavedSnapshot, SnapshotError> {

@@ -247,13 +247,17 @@ impl Shelf {
         }
     }
 
-    /// Whether all packs are there that these places name.
+    /// Whether all packs are there that these places name, in their whole length.
     ///
     /// # Errors
     /// [`SnapshotError::Invalid`] names one that is not.
     pub fn check_packs(&self, places: &Places) -> Result<(), SnapshotError> {
         lost(places, &self.packs()?).map_or(Ok(()), |pack| {
-            Err(SnapshotError::Invalid(format!("{} is not in {} any more", pack.name, self.url())))
+            Err(SnapshotError::Invalid(format!(
+                "{} is not in {} any more, or not whole",
+                pack.name,
+                self.url()
+            )))
         })
     }
 
@@ -326,6 +330,11 @@ impl Shelf {
 /// The first pack of these places that is not among those that are there.
 fn lost<'a>(places: &'a Places, there: &BTreeSet<(String, u64)>) -> Option<&'a Pack> {
     places.packs().iter().find(|pack| !there.contains(&(pack.name.clone(), pack.bytes)))
+}
+
+/// The number of the claim under which a snapshot of this name was written.
+fn claim_of(name: &str) -> Option<u64> {
+    Some(name.split('-').next()?.parse::<u64>().ok()? / EACH_CLAIM)
 }
 
 /// Whether this is the name of a snapshot.

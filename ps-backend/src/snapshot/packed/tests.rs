@@ -11,6 +11,7 @@ use std::time::Duration;
 use libmodelio::vocabulary::ids::{BlockId, Generation, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::wire::Lineage;
 
 use super::shelf::staying;
 use super::*;
@@ -271,6 +272,49 @@ fn a_snapshot_with_a_part_missing_is_none() {
     let why = shelf.add((1, 0), head, 0, (part.places, 0)).unwrap_err().to_string();
     assert!(why.contains("of block 1"), "{why}");
     assert_eq!(shelf.names().unwrap(), [""; 0]);
+}
+
+#[test]
+fn a_store_that_was_cleared_takes_no_late_snapshot_and_another_job() {
+    let ((_dir, shelf), head) = (shelf(), head(Reducer::Adam, 7));
+    let (model, other) = ((Generation(1), Lineage::default()), (Generation(2), Lineage::default()));
+    shelf.claim(("m", model.0, &model.1), false).unwrap();
+    assert_eq!(shelf.own_claim(model.0).unwrap(), 1);
+    write(&shelf, 1, &head, &contents(&head), 2, &Places::default());
+    assert!(shelf.clear(other.0).is_err() && shelf.names().unwrap().len() == 1, "it is another job's");
+    assert_eq!((shelf.clear(model.0).unwrap(), shelf.names().unwrap().len()), (1, 0));
+    let why = shelf.own_claim(model.0).unwrap_err().to_string();
+    assert!(why.contains("were removed"), "{why}");
+    shelf.claim(("other", other.0, &other.1), false).unwrap();
+    assert!(
+        shelf.claim(("m", Generation(3), &model.1), true).is_err(),
+        "a job of another name takes nothing over"
+    );
+}
+
+#[test]
+fn snapshots_come_behind_those_whose_claims_were_lost() {
+    let ((dir, shelf), head) = (shelf(), head(Reducer::Adam, 7));
+    let life = |generation| {
+        ("m", Generation(generation), Lineage { restored: generation as u32, ..Lineage::default() })
+    };
+    for generation in 1..4 {
+        let (model, generation, lineage) = life(generation);
+        shelf.claim((model, generation, &lineage), true).unwrap();
+    }
+    let add = |snapshot, claim| {
+        let contents = contents(&head);
+        let all = contents.iter().map(|(piece, bytes)| (*piece, &bytes[..]));
+        let pack = Shelf::pack_name(snapshot, 0);
+        let part = write_part(&**shelf.store(), &pack, &Places::default(), fast(), all, &|_| Ok(())).unwrap();
+        shelf.add((snapshot, claim), head.clone(), 0, (part.places, 0)).unwrap()
+    };
+    let before = add(1, shelf.own_claim(Generation(3)).unwrap());
+    fs::remove_dir_all(dir.path().join("claims")).unwrap();
+    let (model, generation, lineage) = life(4);
+    shelf.claim((model, generation, &lineage), true).unwrap();
+    let after = add(2, shelf.own_claim(generation).unwrap());
+    assert_eq!(shelf.names().unwrap(), [before, after]);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use libmodelio::vocabulary::ids::Generation;
 use libmodelio::wire::Lineage;
 use serde::{Deserialize, Serialize};
 
-use super::{DESCRIPTIONS, FORMAT, PACKS, Shelf, snapshot_of};
+use super::{DESCRIPTIONS, FORMAT, PACKS, Shelf, claim_of, snapshot_of};
 use crate::snapshot::SnapshotError;
 use crate::snapshot::manifest::{seal, unseal};
 use crate::stores::{Existing, StoreError};
@@ -71,8 +71,9 @@ impl Shelf {
         SnapshotError::Claimed { store: self.url().to_owned(), model, generation }
     }
 
-    /// Has the store for the snapshots of a model's life. If somebody has claimed it before, it is taken over or refused.
-    /// Nobody takes it over from a later life of the same lineage.
+    /// Has the store for the snapshots of a model's life. If somebody has claimed it before, it is taken over or refused. Only
+    /// a life of a model of the same name takes it over, and nobody does from a later life of the same lineage. A claim that
+    /// cannot be read is nobody's.
     ///
     /// # Errors
     /// [`SnapshotError::Claimed`] names whose it is. [`SnapshotError::Nothing`] for a store that lets two make one object.
@@ -83,13 +84,22 @@ impl Shelf {
     ) -> Result<(), SnapshotError> {
         let Lineage { first, restored, .. } = *lineage;
         for _ in 0..TRIES {
-            let last = self.last_claim()?;
-            let number = match last {
-                Some((_, claim)) if claim.generation == generation => return Ok(()),
-                Some((_, claim)) if !takes_over || claim.first == first && claim.restored >= restored => {
+            let number = match self.last_claim() {
+                Ok(Some((_, claim))) if claim.generation == generation => return Ok(()),
+                Ok(Some((_, claim)))
+                    if !takes_over
+                        || claim.model != model
+                        || claim.first == first && claim.restored >= restored =>
+                {
                     return Err(self.claimed(claim));
                 }
-                last => last.map_or(1, |(number, _)| number + 1),
+                Ok(Some((number, _))) => number + 1,
+                Err(error) if takes_over && error.is_damage() => {
+                    self.claims()?.last().map_or(1, |(number, _)| number + 1)
+                }
+                Err(error) => return Err(error),
+                // Snapshots that are there, as whoever removed their claims left them, are older ones.
+                Ok(None) => self.names()?.last().and_then(|name| claim_of(name)).unwrap_or(0) + 1,
             };
             let claim = Claim { format: FORMAT, model: model.to_owned(), generation, first, restored };
             let text = serde_json::to_string(&claim).map(seal);
