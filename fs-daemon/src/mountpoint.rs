@@ -151,7 +151,9 @@ fn unmount_with(path: &Path, lazy: bool, lock_directories: &[PathBuf]) -> Result
                     "{process} has a copy of the mount in its mount namespace: end it, or {held}"
                 )));
             }
-            eprintln!("gradfs: {shown} is unmounted; {held} still ends: it may be writing a last snapshot");
+            eprintln!(
+                "gradfs: {shown} is unmounted; {held} has not ended yet: it may be writing a last snapshot"
+            );
             has_said = true;
         }
         thread::sleep(Duration::from_millis(10));

@@ -184,7 +184,7 @@ impl Server {
         !self.shared.models.lock().is_empty()
     }
 
-    /// Marks the shard in the registry, so that it takes no more models. So others that end as well move nothing here.
+    /// Marks the shard in the registry, so that it takes no more models. Other shards that end as well move nothing here then.
     pub fn take_no_more(&self) {
         let shard = self.shard();
         let marked = self.shared.directory.ask(|registry, deadline| registry.drain(shard, deadline));

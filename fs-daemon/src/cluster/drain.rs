@@ -235,7 +235,7 @@ impl Drain<'_> {
                     format!("{name} cannot be moved off shard {} at {}: {why}", shard.shard, shard.address);
                 return Err(Error::new(why).into());
             }
-            // What was to take it ends as well.
+            // The shard that was to take it may end as well.
             if self.ends && self.is_alone() {
                 return Err(Error::new(format!("{name} does not move: {NOBODY}")).into());
             }

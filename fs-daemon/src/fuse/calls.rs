@@ -216,10 +216,9 @@ impl Calls {
         }
     }
 
-    /// A model goes on in another life, which takes the place of the one before: its learners of this mount join again, and its
-    /// readers begin again.
-    /// What is open of the life before keeps its version, and all else that is asked of it fails. Must not be called from
-    /// within a request.
+    /// A model goes on in another life, which takes the place of the one before. Its learners of this mount join again, and
+    /// its readers begin again. What is open of the life before keeps its version, and all else that is asked of it fails.
+    /// Must not be called from within a request.
     pub fn replace(&self, before: &Model, model: Arc<Model>, kernel: &dyn Kernel) {
         let name = model.name.clone();
         model.own_refusal.note(&CallError::from(ShardError::RolledBack(ROLLED_BACK.to_owned())), false);

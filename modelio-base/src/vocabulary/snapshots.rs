@@ -88,7 +88,7 @@ pub struct SnapshotSettings {
     pub keep: u32,
     /// Of each such time, one is kept besides. [`Every::Versions`] is not meant here.
     pub keep_every: Every,
-    /// So many snapshots have data in common at most. 0 if any number may.
+    /// The most snapshots in a row that have data in common. 0 is no limit.
     #[serde(default)]
     pub full_every: u32,
     /// What becomes of the job when blocks are lost.

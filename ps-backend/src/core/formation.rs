@@ -28,9 +28,9 @@ impl Formation {
     }
 
     /// Whether those that have come back since the job was restored are enough. Only true once.
-    pub(super) fn goes_on(&mut self, now: Now, has_some: bool) -> bool {
+    pub(super) fn goes_on(&mut self, now: Now, has_enough: bool) -> bool {
         let is_soon = self.comes_back_by.take_if(|at| *at <= now).is_some();
-        let goes_on = has_some && (is_soon || self.goes_on_at.is_some_and(|at| at <= now));
+        let goes_on = has_enough && (is_soon || self.goes_on_at.is_some_and(|at| at <= now));
         if goes_on {
             (self.comes_back_by, self.goes_on_at) = (None, None);
         }

@@ -72,8 +72,8 @@ impl Shelf {
     }
 
     /// Has the store for the snapshots of a model's life. If somebody has claimed it before, it is taken over or refused. Only
-    /// a life of a model of the same name takes it over, and nobody does from a later life of the same lineage. A claim that
-    /// cannot be read is nobody's.
+    /// a life of a model of the same name takes it over, and nobody does from a later life of the same lineage. Whoever may
+    /// take the store over does so as well where the last claim is damaged.
     ///
     /// # Errors
     /// [`SnapshotError::Claimed`] names whose it is. [`SnapshotError::Nothing`] for a store that lets two make one object.
