@@ -122,11 +122,15 @@ def test_a_model_that_was_made_anew_is_followed_from_its_first_version(cluster, 
     assert follower.stdout.readline() == "3\n"
     assert one.run("delete", "m").returncode == 0
     eventually(lambda: not mount.model.exists())
+    # It looks every two seconds, and sees that the model is missing.
+    time.sleep(3)
     one.create("m", size=2 * BLOCK, block_size=BLOCK, reducer="assign")
     eventually(lambda: mount.model.exists() and mount.seen() == 0)
     assert follower.stdout.readline() == "0\n"
     publish(mount)
     assert follower.stdout.readline() == "1\n"
+    assert one.run("delete", "m").returncode == 0
+    assert follower.wait(HANGS) == 1
 
 
 @pytest.mark.also_on_network

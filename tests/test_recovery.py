@@ -16,6 +16,7 @@ from cluster import Cluster, Shard
 from conftest import all_of, gradfs_binary, pause
 from filetools import BLOCK, Threads, eventually, fails, flip, outcome, raises, write_safetensors
 from patience import HANGS, Limit
+from test_buckets import bucket, server  # noqa: F401
 from test_cluster_registry import Registry
 from test_etcd import etcd  # noqa: F401
 
@@ -502,28 +503,30 @@ def test_a_store_without_a_snapshot_takes_the_place_of_none(apart, tmp_path):
     assert job.shown() == 4 and job.restored() == 1
 
 
-def test_the_status_says_that_a_model_is_restored(apart, tmp_path):
+def test_the_status_says_that_a_model_is_restored(apart, bucket):  # noqa: F811
     """And another shard goes on when the one that restores it dies."""
-    job = Job(apart(4), tmp_path / "store", shards=2)
+    job, may_go_on = Job(apart(4), bucket.url, shards=2), threading.Event()
     job.steps(5)
     job.mount.control("snapshot_every", 0)
-    pack = packs(job, 5)[1]
-    # Whoever opens it waits for us.
-    data = pack.read_bytes()
-    pack.unlink()
-    os.mkfifo(pack)
-    job.other().kill()
-    told = eventually(lambda: "it is restored from its newest snapshot by shard" in (now := job.one.run("status")).stdout and now)
-    assert told.returncode == 3
-    eventually(lambda: job.mount.status()["state"] == "restoring")
-    begins = [shard for shard in job.one.shards if "the model is restored" in shard.stderr()]
-    begins[0].kill()
-    pack.unlink()
-    pack.write_bytes(data)
+
+    def waits(exchange):
+        may_go_on.wait(HANGS)
+        exchange.answer(*exchange.ask())
+
+    held = bucket.way.harm(waits, "GET", "/packs/.*[0-9]$")
+    try:
+        job.other().kill()
+        told = eventually(lambda: "it is restored from its newest snapshot by shard" in (now := job.one.run("status")).stdout and now)
+        assert told.returncode == 3
+        eventually(lambda: job.mount.status()["state"] == "restoring" and held.hit)
+        (begins,) = [shard for shard in job.one.shards if "the model is restored" in shard.stderr()]
+        begins.kill()
+    finally:
+        may_go_on.set()
     job.goes_on("a restorer that dies", limit=2 * SOON)
     assert job.shown() == 6
-    (restorer,) = [shard for shard in job.one.shards if "restored from version" in shard.stderr()]
-    assert restorer is not begins[0]
+    (restorer,) = [shard for shard in job.one.shards if "restored from version 5" in shard.stderr()]
+    assert restorer is not begins
 
 
 @WHO

@@ -5,6 +5,7 @@ use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -14,6 +15,9 @@ use crate::mountpoint;
 
 /// Milliseconds between two looks whether the mount is there: a detached one goes on for whoever has its files open.
 const MOUNT_CHECK_INTERVAL: u16 = 2000;
+
+/// So long a model that was deleted may take to be made anew.
+const MADE_ANEW: Duration = Duration::from_secs(10);
 
 /// A model in a mount.
 pub struct Model {
@@ -78,6 +82,7 @@ impl Model {
     /// # Errors
     /// The mount or the model has gone, or the version cannot be read.
     pub fn newer_than(&mut self, mut seen: Option<u64>) -> io::Result<Held> {
+        let mut missing: Option<Instant> = None;
         loop {
             let version = match self.version() {
                 // The model was restored: its files are other ones, with higher numbers.
@@ -99,12 +104,20 @@ impl Model {
             let version = PollFd::new(self.version.as_fd(), PollFlags::POLLIN);
             match poll(&mut [version], PollTimeout::from(MOUNT_CHECK_INTERVAL)) {
                 Ok(0) => {
-                    let (now, before) = (fs::metadata(self.path.join("version"))?, self.version.metadata()?);
-                    if now.dev() != before.dev() {
+                    let (path, before) = (self.path.join("version"), self.version.metadata()?);
+                    let mount = fs::metadata(self.path.parent().unwrap_or(&self.path))?;
+                    if mount.dev() != before.dev() {
                         return Err(ErrorKind::NotFound.into());
                     }
-                    if now.ino() != before.ino() {
-                        (self.version, seen) = (mountpoint::opened(&self.path.join("version"))?, None);
+                    match fs::metadata(&path) {
+                        Ok(now) if now.ino() == before.ino() => missing = None,
+                        Ok(_) => (self.version, seen, missing) = (mountpoint::opened(&path)?, None, None),
+                        Err(error) if error.kind() == ErrorKind::NotFound => {
+                            if missing.get_or_insert_with(Instant::now).elapsed() > MADE_ANEW {
+                                return Err(error);
+                            }
+                        }
+                        Err(error) => return Err(error),
                     }
                 }
                 Ok(_) | Err(Errno::EINTR) => {}
