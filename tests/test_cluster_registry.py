@@ -121,7 +121,7 @@ class Training:
         for thread in self.threads:
             thread.join(300)
         assert not self.errors, self.errors
-        # One may have taken a step more than the other: its version is made when the other one's time is over.
+        # A learner may have stopped one step after the other. Its last version is made when `timeout` is over.
         for mount in self.mounts:
             eventually(lambda: shown(mount) >= sum(self.steps))
             assert shown(mount) == sum(self.steps)

@@ -41,7 +41,7 @@ impl Model {
         }
     }
 
-    /// What has come of the snapshots that this process takes. None if others do, or nobody.
+    /// Returns how the snapshots go that this process takes, or none if it takes no snapshots.
     pub fn snapshots_here(&self) -> Option<Value> {
         let Snapshots::Here(shard) = &self.whole().snapshots else { return None };
         shard.upgrade()?.saver()?.status()

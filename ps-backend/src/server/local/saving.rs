@@ -34,7 +34,7 @@ pub struct Saver {
     hurries: AtomicBool,
     /// Held while a snapshot is written.
     schedule: Mutex<SnapshotSchedule>,
-    /// What has come of the last one.
+    /// The schedule as the last snapshot left it. Readers of the status do not wait for one that is written.
     told: Mutex<SnapshotSchedule>,
 }
 
@@ -66,7 +66,7 @@ impl Saver {
         }
     }
 
-    /// What has come of the last snapshot: versions, seconds and bytes. None without a store.
+    /// Returns versions, seconds and bytes of the last snapshot, or none without a store.
     pub fn status(&self) -> Option<Value> {
         let told = self.told.lock();
         (!told.to().is_empty()).then(|| told.status(self.started.elapsed()))
